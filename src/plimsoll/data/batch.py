@@ -1,7 +1,7 @@
 """Operations on batches: size, loss units, splitting, selection of samples, and transfer to a device.
 
-A batch is a tensor; a dictionary (also a transformers ``BatchEncoding``), tuple, list or named tuple of tensors, with
-any nesting; or such a container that also has plain lists with one item per sample. Dimension 0 indexes the samples.
+A batch is a tensor, or a dictionary (also a transformers ``BatchEncoding``), tuple, list or named tuple of tensors,
+with any nesting. Such a container may also have plain lists with one item per sample. Dimension 0 indexes the samples.
 
 Not handled: a list of one tensor per sample (collate it first), and packed sequences. Also not handled: tensors whose
 dimension 0 does not index the samples (a mask shared by all samples, time-first recurrent input). Splitting such a
@@ -97,7 +97,7 @@ def batch_size_of(batch: Any) -> int:
 
 
 def count_elements(batch: Any) -> int:
-    """Return the number of elements of all tensors of a batch, to which its memory is proportional."""
+    """Return the number of elements of all tensors of a batch, as a measure of the memory that it needs."""
     return sum(leaf.numel() for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor))
 
 
@@ -161,7 +161,7 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of every leaf of a batch."""
+    """Yield the dotted name and the value of every leaf (tensor, list of items or single value) of a batch."""
     if isinstance(value, MutableMapping):
         named: Iterable[tuple[Any, Any]] = value.items()
     elif _is_container(value):

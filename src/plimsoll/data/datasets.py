@@ -53,7 +53,9 @@ def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Sampl
 
 
 def with_rows(prepared: Prepared, job: Job) -> Prepared:
-    """Return the record with ``longest_row`` (tokens) and ``held_out_batch`` (samples, tokens) of the largest batches.
+    """Return ``prepared`` with the sizes of the largest batches filled in.
+
+    ``longest_row`` is in tokens, and ``held_out_batch`` in samples and tokens.
 
     Raises:
         DataError: if the datasets cannot be opened (see `open_datasets`).
@@ -68,7 +70,7 @@ def with_rows(prepared: Prepared, job: Job) -> Prepared:
 
 
 def _longest_row(samples: Samples | Subset, job: Job) -> int:
-    """Return the tokens of the longest row of a batch, or an upper bound if texts are tokenized when they are read."""
+    """Return the number of tokens of the longest row of a batch; an upper bound if texts are tokenized on demand."""
     if job.data.on_the_fly or not (job.is_labelled or job.data.borders):
         return job.sequence_length
     return samples.padded_length(longest_sample(len(samples), samples.lengths)[1])

@@ -73,7 +73,7 @@ class InputRows:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Values that identify the content of the file and the way it is read. They do not depend on its folder."""
+        """Values that identify the content of the file and the rules for reading it, but not its folder."""
         ((path, num_bytes, _, sample),) = identity_of([self.file])
         return {
             "name": Path(path).name,
@@ -89,7 +89,7 @@ class InputRows:
 
         Args:
             first: the index of the first row to yield.
-            tell: called with the number of bytes of the file that have been read.
+            tell: called with the number of bytes of the file that have been read so far.
 
         Raises:
             DataError: if the file cannot be read, or lacks a requested column.
@@ -132,7 +132,7 @@ class InputRows:
         return lines, lambda line: (_decoded(line), {})
 
     def _listed(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield the objects of a JSON list, one per line."""
+        """Yield the objects of a file with a JSON list as JSON lines."""
         path = self.file.path
         field = _said_of(path, field_of_rows, _chunks(path, lambda done_bytes: None), self.reading)
         try:
@@ -141,7 +141,7 @@ class InputRows:
             raise DataError(f"cannot use {path}: {error}") from None
 
     def _require_columns(self, head: list[bytes]) -> None:
-        """Raise if a requested column is in none of the first objects. A row that lacks the column gets a fault."""
+        """Raise if all of the first objects lack a requested column. A later row that lacks it gets a fault."""
         names = {name: None for line in head if isinstance(record := _parsed(line), dict) for name in record}
         for name in (*(self.reading.columns or ()), *self.keep):
             if names and name not in names:
@@ -237,7 +237,7 @@ def _lines(chunks: Iterator[bytes], most_bytes: int) -> Iterator[_Raw]:
 
 
 def _ahead(lines: Iterator[_Raw]) -> tuple[list[bytes], Iterator[_Raw]]:
-    """Return the first lines, and an iterator over all lines."""
+    """Return the first lines, and an iterator over all lines that includes the first."""
     taken: list[_Raw] = []
     for raw in lines:
         taken.append(raw)
@@ -253,7 +253,7 @@ def _ahead(lines: Iterator[_Raw]) -> tuple[list[bytes], Iterator[_Raw]]:
 
 
 def _head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """Return the beginning of the content of a file, and an iterator over the whole content."""
+    """Return the beginning of a file, and an iterator over its whole content that includes the beginning."""
     head = b""
     for chunk in chunks:
         head += chunk
@@ -268,7 +268,7 @@ def _head(chunks: Iterator[bytes]) -> tuple[bytes, Iterator[bytes]]:
 
 
 def _behind(chunks: Iterator[bytes], num_bytes: int) -> Iterator[bytes]:
-    """Yield the content of chunks without its first ``num_bytes`` bytes."""
+    """Yield the content of ``chunks`` after its first ``num_bytes`` bytes."""
     for chunk in chunks:
         yield chunk[num_bytes:]
         num_bytes = max(num_bytes - len(chunk), 0)
@@ -341,7 +341,7 @@ def _record_row(record: Any, layout: Layout, keep: tuple[str, ...]) -> tuple[str
 
 
 def _csv_layout(path: str, head: bytes, reading: Reading, keep: tuple[str, ...]) -> tuple[Layout, int, dict[str, int]]:
-    """Return the layout of rows, the offset of the first row in bytes, and the positions of the kept columns."""
+    """Return the layout of a csv file, the byte offset of its first row, and the indices of the columns to keep."""
     with tempfile.NamedTemporaryFile(suffix=Path(uncompressed(path)).suffix) as begin:
         begin.write(head)
         begin.flush()

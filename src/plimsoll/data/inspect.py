@@ -137,9 +137,9 @@ def _size_bytes(folder: Path) -> int:
 class _Seen(NamedTuple):
     """The measured texts: all texts, or evenly spaced texts. ``lengths`` are in tokens.
 
-    ``total_bytes`` is their total size in files, and ``num_bytes`` the size of each text, if the job needs it.
-    ``at_borders`` holds the number of tokens of each window if windows end at borders, and ``num_borders`` is the
-    number of borders.
+    ``total_bytes`` is the total size of these texts in their files. ``num_bytes`` is the size of each text, or ``None``
+    if the job does not need it. If windows end at borders, ``at_borders`` holds the number of tokens of each window,
+    and ``num_borders`` is the number of borders; otherwise both are ``None``.
     """
 
     lengths: NDArray[np.int64]
@@ -175,7 +175,7 @@ def _seen(of: Pipeline, corpus: Corpus, tokenizer: Tokenizer) -> _Seen:
 
 
 def _drawn(job: Job, corpus: Corpus, tokenizer: Tokenizer, borders: BorderKind | None, progress: Progress) -> _Seen:
-    """Tokenize all texts, or an evenly spaced share of them."""
+    """Tokenize all texts, or evenly spaced texts of a large corpus, and measure them."""
     share = min(1.0, _SEEN_BYTES / corpus.num_bytes, _MOST_SEEN_TEXTS / len(corpus))
     ids = np.unique(np.linspace(0, len(corpus) - 1, max(int(len(corpus) * share), 1)).astype(np.int64))
     encoder, lengths, parts = TextEncoder(tokenizer.backend), list[int](), list[Encoded]()
@@ -212,7 +212,7 @@ def _at_borders(
 
 
 def _lengths_by_words(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
-    """Return the number of tokens of texts whose words are encoded one by one (split at spaces)."""
+    """Return the number of tokens of each text, with the words between spaces encoded one by one."""
     words = [text.split(" ") for text in texts]
     _, lengths_W = WordEncoder(tokenizer.backend).encode(words)
     sums = np.concatenate(([0], np.cumsum(lengths_W)))

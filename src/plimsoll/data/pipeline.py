@@ -45,8 +45,9 @@ class Stage(Generic[T]):
 
     Attributes:
         name: the name of the output.
-        takes: the stages whose outputs it needs.
-        gives: a function of a `Pipeline` and these outputs. It returns the output, or a `Store` that can make it.
+        takes: the stages whose outputs this stage needs.
+        gives: the function that makes the output from a `Pipeline` and the outputs in ``takes``. It may return a
+            `Store` that can make the output.
     """
 
     name: str
@@ -81,12 +82,12 @@ class Pipeline:
         return output
 
     def is_there(self, stage: Stage[Any]) -> bool:
-        """Return whether the output of a stage is in the cache. Missing outputs that the stage needs are made."""
+        """Return whether the output of a stage is in the cache. This makes the outputs that the stage needs."""
         given = self._given(stage)
         return not isinstance(given, Store) or given.is_there
 
     def replacing(self, outputs: Mapping[Stage[Any], Any]) -> Pipeline:
-        """Return a pipeline in which some stages have given outputs. Only stages that depend on these run again."""
+        """Return a pipeline in which some stages have the given outputs. Only stages that depend on them run again."""
         other = Pipeline(self.job, self.cache, self.progress, self.budget_bytes)
         kept = {stage: output for stage, output in self._outputs.items() if not any(map(stage.depends_on, outputs))}
         other._outputs = kept | dict(outputs)
@@ -145,7 +146,7 @@ def _tokenizer(on: Pipeline, corpus: Corpus) -> Store[Tokenizer]:
 
 
 class Labels(NamedTuple):
-    """The names of classes or tags. ``folder`` holds the class index of each text, if texts have classes."""
+    """The names of classes or tags. ``folder`` holds the class index of each text; ``None``: texts have no class."""
 
     names: tuple[str, ...] = ()
     folder: Path | None = None

@@ -1,8 +1,8 @@
 """Preparation of the data of a job: stores in a cache folder, so that slow work is done once.
 
-`prepare` runs the stages of `plimsoll.data.pipeline` and returns a record of the results. It imports torch only to
-pack texts. It takes a few hundred MiB, mostly for the tokenizer; in a separate process, this memory is freed at the
-end. Jobs and processes may share a cache folder. The folder may be deleted while no job runs. Not handled: data on
+`prepare` runs the stages of `plimsoll.data.pipeline` and returns a record of the results. It imports torch only to pack
+texts. It takes a few hundred MiB, mostly for the tokenizer. If it runs in a separate process, this memory is freed at
+its end. Jobs and processes may share a cache folder. The folder may be deleted while no job runs. Not handled: data on
 other machines, and data made during training.
 """
 
@@ -125,13 +125,13 @@ def slots_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tu
 def reach_of(
     job: Job, train: PreparedText, held_out: PreparedText | None, segment_steps: int | None = None
 ) -> GradientReach:
-    """Compute how far back gradients of streams reach, optionally with segments of ``segment_steps`` tokens."""
+    """Compute how many tokens back gradients of streams reach, optionally with segments of ``segment_steps`` tokens."""
     slots, _ = slots_of(job, train, held_out)
     return slots.reach(stream_of(train).ends if job.data.reset else None, segment_steps)
 
 
 def _text(pipeline: Pipeline, name: str) -> PreparedText:
-    """Make the tokens and samples of texts that the job prepares in advance; ``name`` is used in errors."""
+    """Make the tokens and samples of texts that the job prepares in advance. Errors call the texts ``name``."""
     corpus, labels = pipeline.run(stage.TEXTS), pipeline.run(stage.LABELS)
     facts: dict[str, Any] = {"num_samples": len(corpus)}
     if not pipeline.job.data.on_the_fly:
@@ -151,7 +151,7 @@ def _text(pipeline: Pipeline, name: str) -> PreparedText:
 
 
 def _split(pipeline: Pipeline, text: PreparedText) -> tuple[PreparedText, PreparedText | None]:
-    """Split texts into training and held-out texts; ``None`` if texts are samples, which are split when opened."""
+    """Split texts into training and held-out texts; the latter are ``None`` if samples are split when opened."""
     if text.tokens_folder is None or not (text.has_windows or pipeline.job.data.pack or pipeline.job.reads_streams):
         return text, None
 
@@ -165,7 +165,7 @@ def _split(pipeline: Pipeline, text: PreparedText) -> tuple[PreparedText, Prepar
 
 
 def _samples(pipeline: Pipeline, name: str) -> dict[str, Any]:
-    """Make the samples of texts, or of the texts of a side. Return fields of their `PreparedText`."""
+    """Make the samples of all texts, or of the training or held-out texts. Return fields of `PreparedText`."""
     data, length, batch_size = pipeline.job.data, pipeline.job.sequence_length, pipeline.job.batch_size
     if not pipeline.job.reads_streams:
         every, spans = pipeline.run(stage.SPANS), pipeline.run(stage.CHOSEN_SPANS)
@@ -189,9 +189,9 @@ def _samples(pipeline: Pipeline, name: str) -> dict[str, Any]:
 
 
 def _what_tokens_mean(tokenizer: Tokenizer, padding: int, names: tuple[str, ...]) -> list[str]:
-    """Return the facts that determine samples, in addition to the content of the stores.
+    """Return the properties of the tokenizer and labels that determine samples besides the stored tokens.
 
-    Without templates, the list is as in releases before templates, so that existing keys stay valid.
+    Without a template, the list is the same as in releases before templates, so that existing keys stay valid.
     """
     facts = [tokenizer.key]
     if tokenizer.template.num_tokens or tokenizer.keeps_end:

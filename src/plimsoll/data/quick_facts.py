@@ -69,7 +69,7 @@ class TextSketch(NamedTuple):
 
 
 def texts_of(prepared: Prepared) -> TextSketch:
-    """Return the facts about prepared texts. None of them is guessed."""
+    """Return the facts about prepared texts. All of them are exact: `TextSketch.guessed` is empty."""
     sizes = prepared.vocab_size, prepared.num_labels, prepared.end_id, prepared.pad_id
     return TextSketch(*sizes, longest=prepared.longest_row, held_out=prepared.held_out_batch)
 
@@ -188,7 +188,7 @@ def _head_of(file: SourceFile) -> bytes:
 
 
 def _is_cut_anywhere(given: str, reading: Reading) -> bool:
-    """Return whether the head of each file of a source is a valid file, too. ``False`` for a folder."""
+    """Return whether the first bytes of each file of a source can be read alone. ``False`` for a folder."""
     name = file_name(given)
     if reading.is_tagged:  # any file that is not a table has one line per word
         return Path(name).suffix != "" and not given.startswith(HUB_PREFIX) and not is_converted(name)

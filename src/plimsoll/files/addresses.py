@@ -193,7 +193,7 @@ def _is_web(opened: Any) -> bool:
 
 
 def _listed(source: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return the path in the store, and the metadata of each file there."""
+    """Return the path of an address in its store, and the metadata of each file that the address names."""
     opened, path = _opened(source)
     if any(sign in path for sign in "*?[") and not _is_web(opened):
         return path, _infos(opened, opened.glob(path))
@@ -204,7 +204,7 @@ def _listed(source: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _infos(opened: Any, names: list[str]) -> list[dict[str, Any]]:
-    """Return the metadata of each file, requested one by one: a listing may have less."""
+    """Return the metadata of each file, requested one by one, because a directory listing may omit some fields."""
     return [info for info in map(opened.info, sorted(names)) if info["type"] == "file"]
 
 
@@ -323,7 +323,7 @@ def _tried(work: Callable[[], T], address: str) -> T:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of reading from stores: of the system, and of imported store packages."""
+    """Return the exception types that reading can raise: of the system, and of the imported store packages."""
     errors: list[type[Exception]] = [OSError, TimeoutError, EOFError]
     for module, names in _RAISED.items():
         with suppress(KeyError):

@@ -3,10 +3,11 @@
     content = read("plans", facts)      # None if there is no intact entry
     write("plans", facts, content)
 
-An entry is one file, named by the hash of its facts. It begins with a hash of its name and content, so a damaged or
-renamed file is ignored. It is written atomically (`write_atomically`). The cache is limited to `MOST_BYTES`; the least
-recently read entries are removed. If the folder is not writable, nothing is cached and no error is raised, because each
-result can be computed again. The caller decides which facts a result depends on (`plimsoll.planning.cached_traces`).
+The inputs are called *facts*. An entry is one file, named by the hash of its facts. It begins with a hash of its name
+and content, so a damaged or renamed file is ignored. It is written atomically (`write_atomically`). The cache is
+limited to `MOST_BYTES`; the least recently read entries are removed. If the folder is not writable, nothing is cached
+and no error is raised, because each result can be computed again. The caller decides which facts a result depends on
+(`plimsoll.planning.cached_traces`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _OTHERS = {
     "embeddings": ("embeddings",),
 }
 CLEARED_BY_NAME = ("calibration", "data", "embeddings")
-"""Kinds that are slow to recreate, or that a running training may read. They are removed only by name."""
+"""Kinds of entries that are slow to recreate, or that a running job may read. They are removed only by name."""
 
 
 def read(kind: Kind, facts: Facts) -> bytes | None:
@@ -64,7 +65,7 @@ def read(kind: Kind, facts: Facts) -> bytes | None:
 
 
 def write(kind: Kind, facts: Facts, content: bytes) -> None:
-    """Store an entry, and evict the least recently used above the limit. Do nothing if the folder is not writable."""
+    """Store an entry; remove the least recently used above `MOST_BYTES`. Do nothing if the folder is read-only."""
     path, packed = _path_of(kind, facts), zlib.compress(content, _FASTEST)
     with suppress(OSError, OutputError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ class Blocks:
         self._num_unknown = len(sums)
 
     def require(self, begins: Ints, ends: Ints) -> None:
-        """Verify the blocks that contain the byte ranges from ``begins`` to ``ends`` (exclusive).
+        """Verify the checksums of the blocks that contain the byte ranges from ``begins`` to ``ends`` (exclusive).
 
         Raises:
             Damaged: if a block does not match its checksum.
@@ -79,7 +79,7 @@ class Blocks:
             self._look_at(unknown)
 
     def require_all(self) -> None:
-        """Verify all blocks."""
+        """Verify the checksums of all blocks of the file."""
         self.require(np.array([0]), np.array([self._num_bytes]))
 
     def _look_at(self, blocks: Ints) -> None:
@@ -104,7 +104,7 @@ class Blocks:
 
 
 def blocks_of(path: Path) -> Blocks | None:
-    """Return the blocks of a file of a store, or ``None`` if it has no checksums."""
+    """Return the blocks of a file of a store, or ``None`` if no checksums were written for the file."""
     if not all((path.parent / name).is_file() for name in (SUMS_FILE, MANIFEST)):
         return None
     first = 0

@@ -48,7 +48,7 @@ _FORMER_NAMES = {"Lanes": "StreamSlots", "build_tagger": "build_recurrent"}
 
 
 class _Former(MetaPathFinder, Loader):
-    """An import finder for former module names."""
+    """An import finder that resolves former module names to the renamed modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -74,6 +74,6 @@ class _Former(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Register the finder after all other import finders."""
+    """Make former module names importable: register their finder after all other import finders."""
     if not any(isinstance(finder, _Former) for finder in sys.meta_path):
         sys.meta_path.append(_Former())

@@ -1,4 +1,4 @@
-"""Fingerprints of files that need only small samples of their content. They are part of the keys of derived data.
+"""Fingerprints of files, from their metadata and small samples of their content, for the keys of derived data.
 
 An edit is not detected if it keeps the size and modification time and does not touch the sampled bytes.
 """
@@ -22,12 +22,12 @@ class Located(Protocol):
 
     @property
     def path(self) -> str:
-        """The path."""
+        """The path of the file."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """The size in bytes."""
+        """The size of the file in bytes."""
         ...
 
     @property
@@ -54,10 +54,10 @@ def identity_of(files: Sequence[Located]) -> list[tuple[str, int, int, bytes]]:
 
 
 def changes_of(files: Sequence[Located]) -> list[int]:
-    """Return the inode change time of each file in nanoseconds, which programs cannot reset; 0 for local copies.
+    """Return the inode change time of each file in nanoseconds; 0 for copies of remote files.
 
-    Renaming a file or changing its permissions changes this time, too. So use it for results that are cheap to
-    recreate.
+    Programs cannot reset this time. Renaming a file or changing its permissions changes it, too. So use it for results
+    that are cheap to recreate.
 
     Raises:
         DataError: if a file is not accessible.

@@ -50,7 +50,7 @@ _Operations = dict[int, Callable[[int], None]]
 
 
 class BrokenPickle(Exception):
-    """A file cannot be read. The message starts with a verb; ``is_torn`` marks a possibly cut-off pickle."""
+    """A pickle cannot be read. The message starts with a verb. ``is_torn``: the file may be cut off."""
 
     def __init__(self, what: str, is_torn: bool = False) -> None:
         super().__init__(what)
@@ -82,7 +82,10 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Thing:
-    """A class (``args`` is ``None``), or the result of a call. ``state`` is the argument of its ``__setstate__``."""
+    """A stand-in for a class (``args`` is ``None``), or for the result of a call.
+
+    ``state`` is the argument with which the pickle would call ``__setstate__`` of the result, or ``None``.
+    """
 
     name: bytes
     args: Any = None
@@ -278,7 +281,7 @@ class _Machine(ABC):
 
     @abstractmethod
     def _string(self, length: int, is_text: bool) -> None:
-        """Push a string of ``length`` bytes."""
+        """Push a string of ``length`` bytes from the file onto the stack."""
 
     @abstractmethod
     def _set_items(self, items: list[Any]) -> None:

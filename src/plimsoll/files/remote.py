@@ -3,8 +3,8 @@
 fsspec opens sources with a protocol (``s3://bucket/part-*.jsonl``, ``https://host/a.txt``) and provides credentials.
 `find` assigns each file a local path and stores its origin in a small file next to it. The file is downloaded when it
 is first read (`held`), and appears only when complete. If copies exceed ``PLIMSOLL_COPIES`` (default 20GiB), the least
-recently opened copies are deleted; a process that has a copy open can continue to read it. A file that has changed
-since `find`, or during the download, raises an error.
+recently opened copies are deleted; a process that has a copy open can continue to read it. If a file has changed since
+`find`, or changes during the download, an error is raised.
 
 Not handled: folders on file systems without ``flock``, and disk space that another process holds through open files.
 """
@@ -120,7 +120,7 @@ def descriptor_of(path: str, told: Told = _silent) -> int:
 
 
 def head_of(path: str, num_bytes: int) -> bytes | None:
-    """Return the first bytes of a large remote file that is not downloaded yet, and ``None`` for any other file."""
+    """Return the first bytes of a large remote file not downloaded yet; ``None`` for a file to open as usual."""
     note = _note_of(path)
     if note is None or note["num_bytes"] < _WORTH_A_HEAD_BYTES or _is_whole(Path(path), note):
         return None
@@ -156,7 +156,7 @@ def _note_of(path: str) -> dict[str, Any] | None:
 
 
 def _is_whole(place: Path, note: dict[str, Any]) -> bool:
-    """Return whether a copy exists, in the version of its note."""
+    """Return whether a copy exists, in the version that its note (the file with its origin) records."""
     try:
         status = place.stat()
     except FileNotFoundError:
@@ -174,7 +174,7 @@ def _is_whole(place: Path, note: dict[str, Any]) -> bool:
 
 
 def _copy(place: Path, note: dict[str, Any], told: Told) -> None:
-    """Download a copy. The caller holds its lock."""
+    """Download a file to ``place``. The caller holds the lock of ``place``."""
     temporary = place.with_name(place.name + _TEMPORARY)
     try:
         with _said(place):
@@ -211,7 +211,7 @@ def _download(temporary: Path, note: dict[str, Any], told: Told) -> None:
 
 
 def _reserve(temporary: Path, note: dict[str, Any]) -> None:
-    """Reserve disk space for a file: delete the least recently opened copies, and wait for others to be released."""
+    """Reserve space for a file: delete the least recently opened copies, and wait while too many are in use."""
     num_bytes, name, folder = note["num_bytes"], shown(note["address"]), temporary.parents[1]
     most_bytes = parse_bytes(os.environ.get(_LIMIT, _DEFAULT_LIMIT))
     if num_bytes > most_bytes:
@@ -236,7 +236,7 @@ def _reserve(temporary: Path, note: dict[str, Any]) -> None:
 
 
 def _let_go(folder: Path, num_bytes: int, most_bytes: int) -> int:
-    """Delete copies until ``num_bytes`` more bytes are allowed and fit on the disk. Return the bytes still missing."""
+    """Delete copies until ``num_bytes`` more bytes are allowed and free. Return the missing bytes, or 0 or less."""
     copies, taken_bytes = [], 0
     for note in folder.glob(f"*/*{_NOTE}"):
         place = Path(str(note).removesuffix(_NOTE))
@@ -288,7 +288,7 @@ def _lock_file(place: Path) -> IO[bytes]:
 
 @contextmanager
 def _said(place: Path) -> Iterator[None]:
-    """Convert errors of the disk to `OutputError`."""
+    """Convert errors of writing to the disk to `OutputError`."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,11 @@
 """Stores: cache folders that are complete or do not exist.
 
 A store is written under a temporary name. The manifest comes last, with the size of each file, a checksum of its first
-64 KiB, and facts of the caller. Then all files are synced and the folder is renamed. A crash, a kill or a full disk
-therefore leaves no incomplete store. It leaves a temporary folder only if the writer can resume from it. Later damage
-beyond the head of a file is found when it is read (`plimsoll.files.checksums`).
+64 KiB, and the *facts*: JSON metadata from the caller. Then all files are synced and the folder is renamed. A crash, a
+kill or a full disk therefore leaves no incomplete store. It leaves a temporary folder only if the writer can resume
+from it. Later damage beyond the head of a file is found when it is read (`plimsoll.files.checksums`).
 
-One process writes a store at a time; other processes wait for it and use the result. This requires ``flock``, which
+One process writes a store at a time. Other processes wait for it, and use the result. This requires ``flock``, which
 some network file systems lack. Unused stores are not removed: the cache folder may be deleted while no command runs.
 """
 
@@ -54,16 +54,17 @@ def stored(
     goes_on: bool = False,
     is_whole: Callable[[Facts], bool] = lambda facts: True,
 ) -> Facts:
-    """Return the facts of the store at ``folder``. If it is missing or damaged, write it first.
+    """Return the facts (metadata) of the store at ``folder``. If it is missing or damaged, write it first.
 
     Args:
         folder: the folder of the store.
         write: a function that fills an empty folder and returns JSON facts to store with the files.
-        goes_on: whether ``write`` gets the files of an interrupted call. It must find out which files are complete.
+        goes_on: whether ``write`` gets the files that an interrupted call left. It must then find out which files are
+            complete.
         is_whole: a further check of an existing store. If it fails, the store is written again.
 
     Raises:
-        OutputError: if the disk is full or the folder is not writable. No files are left behind.
+        OutputError: if the disk is full or the folder is not writable. No files are left behind, unless ``goes_on``.
     """
     facts = read_facts(folder)
     if facts is not None and is_whole(facts):
@@ -80,7 +81,7 @@ class Store(Generic[T]):
     Attributes:
         folder: the folder. Its name is the cache key: it contains, or is a hash of, everything the content depends on.
         write: the function that fills the folder, see `stored`.
-        open: the function that creates the object from the folder and its facts.
+        open: the function that creates the object from the folder and the facts (metadata) stored in it.
         goes_on: True if an interrupted writer can resume.
     """
 
@@ -104,7 +105,7 @@ class Store(Generic[T]):
 
 
 class kept(Generic[P, T]):
-    """Decorator of a function that declares a `Store`. Calling it opens the store; `declare` returns it unopened."""
+    """Decorator for a function that returns a `Store`. A call returns the object; `declare` returns the `Store`."""
 
     def __init__(self, declare: Callable[P, Store[T]]) -> None:
         self.declare = declare
@@ -130,7 +131,7 @@ def read_facts(folder: Path) -> Facts | None:
 
 
 def kept_facts(folder: Path, what: str) -> Facts:
-    """Return the facts of a store that must exist. ``what`` names its content in the error.
+    """Return the facts of a store that must exist. The error calls its content ``what``.
 
     Raises:
         DataError: if the store is missing or damaged.
@@ -183,7 +184,7 @@ def _seal(facts: Facts) -> int:
 
 
 def _fingerprints(folder: Path) -> dict[str, list[int]]:
-    """Map each file name to its size in bytes and the checksum of its head."""
+    """Map the name of each file in a store to its size in bytes and the checksum of its first 64 KiB."""
     prints = {}
     for path in sorted(folder.iterdir()):
         if path.name != MANIFEST:
@@ -194,7 +195,7 @@ def _fingerprints(folder: Path) -> dict[str, list[int]]:
 
 @contextmanager
 def _translated(folder: Path) -> Iterator[None]:
-    """Convert errors of writing to the disk to `OutputError`. Readers convert their own errors."""
+    """Convert errors of writing a store inside the block to `OutputError`."""
     try:
         yield
     except OSError as error:

@@ -5,8 +5,8 @@
     remove_leftovers()
 
 The supervisor of a run removes the leftovers of its training process. Starting or resuming a run removes the leftovers
-of all runs on this machine. A name contains the PID namespace, the process ID and the start time of the process. On
-systems other than Linux, nothing is treated as a leftover.
+of all runs on this machine. The name of a temporary file contains the PID namespace, the process ID and the start time
+of its process. On systems other than Linux, nothing is treated as a leftover.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def remove_leftovers() -> None:
 
 
 def _folder_for_sockets() -> str:
-    """Return the folder for temporary files, or ``/tmp`` if a socket path in it would be too long."""
+    """Return the folder for temporary files, or ``/tmp`` if the path of a socket in that folder would be too long."""
     usual = tempfile.gettempdir()
     longest = len(usual) + len("/") + len(own_prefix()) + _RANDOM_CHARACTERS + len("/listener-") + _RANDOM_CHARACTERS
     return usual if longest <= _LONGEST_SOCKET or not os.path.isdir(_SHORT_FOLDER) else _SHORT_FOLDER
@@ -82,7 +82,7 @@ def _remove(path: Path) -> None:
 
 
 def _has_ended(namespace: int, pid: int, ticks: int) -> bool:
-    """Return whether a process has ended; False for another PID namespace, such as a container's."""
+    """Return whether a process has ended; False if it belongs to another PID namespace, such as a container's."""
     return bool(ticks) and namespace == _namespace() and start_ticks(pid) != ticks
 
 

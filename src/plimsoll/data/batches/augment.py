@@ -77,8 +77,8 @@ class TokenAugmentation:
             lengths_B: the number of tokens of each sample, at least 1.
             ids: the indices of the samples (B,).
             epoch: a different epoch draws different changes.
-            begins_N: whether each token begins a word; the first token of a sample must. If given, whole words are
-                deleted and swapped.
+            begins_N: whether each token begins a word. The first token of each sample must begin a word. If given,
+                whole words are deleted and swapped.
 
         Raises:
             DataError: if ``token_function`` does not return 1 to ``sequence_length`` token ids.
@@ -131,7 +131,9 @@ class TokenAugmentation:
 
 
 class UserFunction:
-    """A function named ``module:function``. It is called with a sample and, if it has a parameter ``seed``, a seed.
+    """A user's function, imported by its name ``module:function``.
+
+    It is called with a sample and, if it has a parameter ``seed``, a seed.
 
     Raises:
         DataError: if the function cannot be imported.
@@ -160,9 +162,10 @@ class UserFunction:
 def spared(
     draws_N: NDArray[np.float64], share: float, is_free_N: NDArray[np.bool_], lengths_B: Ints
 ) -> NDArray[np.bool_]:
-    """Return whether each element (N,) is free and not deleted. A draw below ``share`` deletes a free element.
+    """Return whether each element (N,) may be deleted, but is kept because its draw is at least ``share``.
 
-    At least one free element of each sample is kept.
+    ``is_free_N`` marks the elements that may be deleted. At least one of them is kept in each sample, even if all draws
+    are lower.
     """
     draws_N = np.where(is_free_N, draws_N, -1.0)
     highest_N = np.repeat(np.maximum.reduceat(draws_N, _begins(lengths_B)), lengths_B)
@@ -173,9 +176,9 @@ def spared(
 def swap_places(
     keys_B: NDArray[np.uint64], is_free_N: NDArray[np.bool_], lengths_B: Ints, share: float, distance: int
 ) -> Ints:
-    """Return the old index of the element at each place (N,) after swaps.
+    """Return for each place (N,) the index, before the swaps, of the element that is there after the swaps.
 
-    A share of the free elements moves behind one of the next free elements of the sample.
+    Each free element moves, with probability ``share``, behind one of the next free elements of the same sample.
 
     Args:
         keys_B: the keys of the samples, from `sample_keys`.

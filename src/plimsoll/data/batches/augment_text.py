@@ -51,10 +51,10 @@ class TextAugmentation:
         return self.apply_all([text], np.array([sample_id]), epoch)[0]
 
     def apply_all(self, texts: Sequence[str], ids: NDArray[np.int64], epoch: int) -> list[str]:
-        """Return the changed texts. Changes do not depend on the other texts; a text with words keeps at least one.
+        """Return the texts, each changed independently of the others. A text with words keeps at least one.
 
         Raises:
-            DataError: if ``function`` returns no text, or no word for a text with words.
+            DataError: if the user's function does not return a string, or returns no word for a text with words.
         """
         keys_B = sample_keys(self._seed, epoch, ids)
         changed = list(texts)

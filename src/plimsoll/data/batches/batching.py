@@ -56,9 +56,9 @@ class Buckets:
     Args:
         batch_size: the number of samples of a batch.
         max_tokens: the maximum number of tokens of a batch including padding: its longest sample times its samples.
-        rows_for: entry n is the maximum number of samples of a batch that is padded to n tokens, as predicted memory
-            allows. Or a mapping from lengths to maximum samples; each entry also holds for shorter lengths, down to the
-            next smaller key (`plimsoll.rows_by_length`).
+        rows_for: a table whose entry n is the maximum number of samples of a batch that is padded to n tokens, as
+            predicted memory allows. Or a mapping from lengths to maximum samples; each entry also holds for shorter
+            lengths, down to the next smaller key (`plimsoll.rows_by_length`).
         pool_samples: the number of samples sorted at a time. More samples give less padding, and less random batches.
         pad_multiple: the length of a batch is padded to a multiple of this; by default, ``pad_multiple`` of the data
             set, or 1.
@@ -88,7 +88,7 @@ class Buckets:
 
 
 class Batches(ABC):
-    """The batches of every epoch, found by their cursors; also a `torch.utils.data` batch sampler of one epoch."""
+    """The batches of every epoch, each found by its cursor. Iteration makes it a batch sampler of one epoch."""
 
     drop_last = False
     batch_size: int | None  # None: batch sizes vary, which Accelerate supports
@@ -104,7 +104,7 @@ class Batches(ABC):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration."""
+        """Set the epoch whose batches the next iteration yields."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -122,7 +122,7 @@ class Batches(ABC):
         return pool.ids[pool.starts[cursor.batch] : pool.stops[cursor.batch]]
 
     def following(self, cursor: Cursor) -> Cursor:
-        """Return the cursor of the next batch; after the last batch of an epoch, the first of the next epoch."""
+        """Return the cursor of the batch after ``cursor``, which may be the first batch of the next epoch."""
         pool = self._pool_at(cursor)
         if cursor.batch + 1 < len(pool.starts):
             return cursor._replace(batch=cursor.batch + 1)
@@ -207,7 +207,10 @@ class Batches(ABC):
 
 
 class FixedBatches(Batches):
-    """The order split into batches of ``batch_size`` samples; the last may be smaller. Training can resume anywhere."""
+    """The order split into batches of ``batch_size`` samples; the last may be smaller.
+
+    A run can resume at any sample, also with another batch size.
+    """
 
     def __init__(self, order: Drawn, batch_size: int) -> None:
         super().__init__(order)
@@ -218,7 +221,7 @@ class FixedBatches(Batches):
         return -(-self._order.num_samples // self.batch_size)
 
     def _place(self, cursor: Cursor) -> dict[str, int]:
-        """Return the epoch and the number of its samples before the cursor, which do not depend on the batch size."""
+        """Return a cursor as the epoch and the number of samples before it, which hold for any batch size."""
         return {"epoch": cursor.epoch, "position": cursor.position + cursor.batch * self.batch_size}
 
     def _is_place(self, cursor: Cursor) -> bool:
@@ -293,7 +296,7 @@ class BucketBatches(Batches):
         return is_begin and 0 <= cursor.batch < len(self._pool_at(cursor).starts)
 
     def _exchanged(self, cursor: Cursor) -> Cursor:
-        """Return the cursor to read for a cursor. In epoch 0, the first batch and the largest batch are swapped."""
+        """Return the cursor of the batch to read. In epoch 0, the first batch and the largest batch are swapped."""
         if cursor.epoch or not self._longest_first:
             return cursor
         heaviest, _ = self._exchange_of_first()
@@ -308,9 +311,9 @@ class BucketBatches(Batches):
     def _heaviest(self) -> Cursor:
         """Return the cursor of the largest batch. It comes first, so that a memory shortage is found in the first step.
 
-        A full batch with the longest sample has the largest attention matrices. It has nearly the most elements: it
-        is less than one sample short of the limit. If its pool ends before it is full, the batch with the most elements
-        comes first.
+        The batch with the longest sample has the largest attention matrices. If it is full, it also has nearly the most
+        elements: one more sample would exceed the limit. If it is not full, because its pool ends, the batch with the
+        most elements comes first.
         """
         position = int(self._order.positions(0, np.array([self._longest_sample]))[0])
         begin = position - position % self._pool_samples
@@ -322,7 +325,7 @@ class BucketBatches(Batches):
         return self._largest()
 
     def _largest(self) -> Cursor:
-        """Plan epoch 0; return the cursor of the batch with the most elements. Of several, it is the longest batch."""
+        """Return the cursor of the batch in epoch 0 with the most elements: of several, the longest batch."""
         best, found = (0, 0), Cursor()
         for begin, _, tokens, starts in self._cuts(0):
             longest = tokens[starts]
@@ -388,7 +391,7 @@ def _require_state(state: Any) -> None:
     """Raise if ``state`` is not a mapping from known names to integers, as `Batches.state` returns.
 
     Raises:
-        CheckpointError: if it is not.
+        CheckpointError: if ``state`` is anything else.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -432,8 +435,8 @@ def batches_of(
             by default, ``lengths`` of the data set.
 
     Raises:
-        DataError: if the data does not fill one batch, or its lengths do not fit the buckets. Also if the data has
-            stream slots, and its windows would come in another order.
+        DataError: if the data does not fill one batch, or its lengths do not fit the buckets. Also if the data set has
+            stream slots, and the batches would not read its windows in order.
     """
     batch_size = batches if isinstance(batches, int) else batches.batch_size or 1
     num_slots = getattr(dataset, "num_slots", None)  # set for streams: windows continue the previous batch

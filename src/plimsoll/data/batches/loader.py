@@ -9,7 +9,7 @@ All ranks see the same batches: rank r of R takes every R-th sample of each batc
 fewer samples than there are ranks, some ranks get empty fields.
 
 The loader keeps the batch at the cursor. With a CUDA device it also keeps the next batch, which is copied during
-computation. The loader does not wait for other ranks, and identifies samples only by their index.
+computation. The loader does not synchronize with other ranks. It identifies samples only by their index.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ class Loader:
         seed: a different seed draws a different order.
         shuffle: whether each epoch has a new order; `BlockShuffle` reads large files in large blocks.
         lengths: for buckets, the number of tokens of each sample if the data set has no ``lengths``.
-        collate: for map-style data sets, makes a batch from a list of samples. By default, ``collate`` of the data set,
-            or the default of torch.
+        collate: for map-style data sets, a function that makes a batch from a list of samples. By default, ``collate``
+            of the data set, or the default of torch.
         workers: the number of processes that read ahead. ``"auto"`` depends on cores and ``host_budget_bytes``, and is
             0 for data in memory-mapped files.
         prefetch: the number of batches that each worker reads ahead.
-        device: the device of the fields.
+        device: the device to which the fields of a batch are moved.
         rank: the index of this process among the ``world_size`` processes that share each batch.
         world_size: the number of processes that share each batch.
-        host_budget_bytes: the memory limit for ``"auto"`` workers in bytes.
+        host_budget_bytes: the memory limit for ``"auto"`` workers and their batches, in bytes.
         on_event: called with a sentence for each failure that was handled; by default, a warning.
-        oom_kills: returns how many processes the kernel has killed so far because memory ran out, to identify such a
-            kill of a worker.
+        oom_kills: a function that returns how many processes the kernel has killed so far because memory ran out. It
+            shows whether a worker was killed for this reason.
 
     Raises:
         DataError: if the data set does not fill one batch, or its lengths do not fit the buckets.

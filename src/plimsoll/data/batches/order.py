@@ -114,10 +114,10 @@ class BlockShuffle:
 class BlockOrder:
     """A permutation for each epoch that shuffles blocks of consecutive samples, then the samples of each pool.
 
-    Samples ``b * block_samples`` to ``(b + 1) * block_samples`` are block b; the last block may be short. A permutation
-    sets the order of the blocks. Every ``pool_blocks`` consecutive blocks in this order form a pool, and another
-    permutation shuffles the samples of the pool. The inverse of the first permutation gives the place of the short
-    block.
+    Samples ``b * block_samples`` to ``(b + 1) * block_samples`` (exclusive) are block b; the last block may be short. A
+    permutation of the blocks sets their order. Every ``pool_blocks`` consecutive blocks in this order form a pool, and
+    another permutation shuffles the samples of the pool. The inverse of the permutation of the blocks gives the place
+    of the short block.
     """
 
     def __init__(self, num_samples: int, seed: int, blocks: BlockShuffle) -> None:
@@ -171,7 +171,7 @@ class BlockOrder:
         return positions
 
     def _hole(self, epoch: int) -> int:
-        """Return the position at which the short block ends in the epoch.
+        """Return the position at which the short block (the last one by index) ends in the order of the epoch.
 
         A *place* is the position that a sample would have if the short block had full length.
         """
@@ -206,7 +206,7 @@ def drawn(num_samples: int, seed: int, shuffle: bool | BlockShuffle = True) -> D
 
 
 def derived_seed(seed: int, *numbers: int) -> int:
-    """Return a seed that is derived from ``seed`` and ``numbers``, which identify the purpose."""
+    """Return a new seed derived from ``seed`` and ``numbers``; different numbers give independent seeds."""
     state = np.array([seed & MASK64], np.uint64)
     for number in numbers:
         state = mixed(state + np.uint64((number + 1) * INCREMENT & MASK64))
@@ -275,7 +275,7 @@ def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample_keys(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a pseudorandom number for each sample (B,), which differs for each epoch and seed."""
+    """Return the key of each sample (B,): a pseudorandom number that differs for each epoch and seed."""
     of_epoch = mixed(np.array([epoch + 1], np.uint64)) + np.uint64(seed * INCREMENT & MASK64)
     return mixed(mixed(of_epoch) + (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(INCREMENT))
 
@@ -287,7 +287,7 @@ def uniform(keys_B: NDArray[np.uint64], purpose: int, lengths_B: NDArray[np.int6
 
     Args:
         keys_B: the keys of the samples, from `sample_keys`.
-        purpose: a different purpose draws different numbers.
+        purpose: a number for the use of the draws; another purpose draws different numbers.
         lengths_B: the number of elements of each sample.
     """
     keys_B = mixed(keys_B + np.uint64((purpose + 1) * INCREMENT & MASK64))

@@ -15,7 +15,7 @@ import torch
 
 
 class Moving(NamedTuple):
-    """A batch whose transfer may be unfinished. ``arrival`` marks its end, or is ``None`` if nothing needs to wait."""
+    """A batch in transfer. ``arrival`` is the CUDA event at the end of the transfer; ``None``: no wait is needed."""
 
     fields: dict[str, Any]
     arrival: torch.cuda.Event | None

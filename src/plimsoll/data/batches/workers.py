@@ -1,9 +1,10 @@
 """Batches that worker processes read ahead, in order. If a worker dies, no sample is lost or repeated.
 
-The processes, their queues and their check that this process is alive come from `torch.utils.data.DataLoader`. If a
-worker is killed, crashes or fails, all workers are restarted at the cursor with half as many, and finally without
-workers. The number of workers stays reduced for the lifetime of the `Feed`. An error that also occurs without workers
-is raised unchanged.
+The worker processes, their queues and their check that the parent process is alive come from
+`torch.utils.data.DataLoader`. If a worker is killed, crashes or fails, all workers are ended. Reading continues at the
+cursor with half as many workers, and finally in this process. A crash of the last worker is raised as `KilledError`,
+because this process would crash too. The number of workers stays reduced for the lifetime of the `Feed`. An error that
+also occurs without workers, such as damaged data, is raised unchanged.
 
 Batches that are read ahead are in shared memory: (workers x prefetch + 1) x bytes per batch, exact in 12 of 12 measured
 cases. This process does not read the data set before the workers are forked. So a file that is opened at the first read
@@ -46,14 +47,14 @@ Task = tuple[int, NDArray[np.int64]]  # an epoch and the indices of samples
 
 
 class Places(Protocol):
-    """A sequence of batches to read."""
+    """The sequence of batches to read, addressed by cursors."""
 
     def task(self, cursor: Cursor) -> Task:
-        """Return the epoch and the sample indices to read at a cursor."""
+        """Return the task at a cursor: the epoch and the indices of the samples to read."""
         ...
 
     def following(self, cursor: Cursor) -> Cursor:
-        """Return the cursor that follows a cursor."""
+        """Return the cursor of the batch after the one at ``cursor``."""
         ...
 
 
@@ -61,17 +62,20 @@ Read = Callable[[Task], dict[str, Any]]
 
 
 class Feed:
-    """The batches at cursors, read in this process, or ahead in worker processes.
+    """A reader of the batches at cursors, in this process or ahead of time in worker processes.
 
     Args:
-        read: reads the samples of a task and returns their fields; called in the workers, if there are any.
+        read: a function that reads the samples of a task and returns their fields. The workers call it, if there are
+            any.
         places: the batches to read.
         workers: the number of processes. ``"auto"`` depends on cores and ``budget_bytes``, and is 0 if ``reads_fast``.
         prefetch: the number of batches that each worker reads ahead.
         reads_fast: whether reading takes no longer than the transfer from a worker.
-        budget_bytes: the memory limit for all workers and their batches, in bytes; ``None`` for no limit.
+        budget_bytes: the memory limit for all ``"auto"`` workers and their batches, in bytes; ``None`` for no limit. A
+            given number of workers is not limited.
         on_event: called with a sentence for each failure that was handled.
-        oom_kills: returns how many processes the kernel has killed so far because memory ran out; ``None`` if unknown.
+        oom_kills: a function that returns how many processes the kernel has killed so far because memory ran out;
+            ``None`` if unknown.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class Feed:
         return _Ahead(self._read, self._places, cursor, num_workers, prefetch)
 
     def _fit(self) -> None:
-        """Reduce workers and prefetching to fit the memory limit and shared memory."""
+        """Reduce the numbers of workers and of prefetched batches to fit the memory limit and /dev/shm."""
         batch_bytes = max(self._batch_bytes or 0, 1)
         if self._is_auto and self._budget_bytes is not None:
             of_one = _WORKER_BYTES + (self._prefetch + 1) * batch_bytes
@@ -200,7 +204,7 @@ class Feed:
 
 
 class _Tasks(Sampler[Task]):
-    """The tasks from a cursor on, without an end, so that workers are kept over the epochs."""
+    """The endless sequence of tasks from a cursor, so that workers are not restarted at each epoch."""
 
     def __init__(self, places: Places, cursor: Cursor) -> None:
         self._places, self._cursor = places, cursor
@@ -213,7 +217,7 @@ class _Tasks(Sampler[Task]):
 
 
 class _Reading(Dataset[dict[str, Any] | PlimsollError]):
-    """Batches, indexed by their tasks."""
+    """A torch data set whose index is a task, and whose item is the batch or the error of reading it."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -272,7 +276,7 @@ class _Ahead:
         return fields
 
     def deaths(self) -> list[tuple[int, int]]:
-        """Return the process id and exit code of the workers that have died."""
+        """Return the process ID and exit code of each worker that has ended."""
         ended = wait([worker.sentinel for worker in self._workers], _SECONDS_TO_DIE)
         for worker in self._workers:
             if worker.sentinel in ended:
@@ -304,7 +308,7 @@ class _Ahead:
     def _deaths_interrupt(self) -> Iterator[None]:
         """Let torch raise the death of a worker only while this process waits for a batch, not during a step.
 
-        Torch raises it in its handler of SIGCHLD, regardless of the code that runs at that moment.
+        Otherwise torch would raise it in its handler of SIGCHLD, in any code that runs at that moment.
         """
         key = next(_KEYS)
         torch._C._set_worker_pids(key, tuple(worker.pid for worker in self._workers if worker.pid))
@@ -331,8 +335,8 @@ def _spare_cores() -> int:
 def _begin_worker(parent: int, worker: int) -> None:
     """Set up a worker, and let the kernel kill it when the thread that started it ends.
 
-    Torch checks every 5 s whether the parent has changed since the worker became ready. If the parent is killed before
-    that, the worker would never end.
+    Torch checks every 5 s whether the parent has changed since the worker became ready. If the parent was killed before
+    the worker became ready, the worker would never end.
     """
     end_with(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads hang in a forked process; torch already uses one

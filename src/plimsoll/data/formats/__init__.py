@@ -36,9 +36,9 @@ class Reading:
         escapes: in csv and tsv, decode ``\\n``, ``\\t``, ``\\r`` and ``\\\\`` as Python does.
         quotes: whether double quotes in csv and tsv are special. ``False``: every line is a row, and a quote is an
             ordinary character.
-        header: whether the first row of a csv names its columns. ``None``: it does if it holds the requested names. It
-            does not if the requested names are numbers, or if one of its cells is a number. Otherwise an error is
-            raised.
+        header: whether the first row of a csv names its columns. ``None``: decided from the first row. It names the
+            columns if it holds the requested names. It does not if the requested names are numbers, or if one of its
+            cells is a number. Otherwise an error is raised.
         on_error: ``stop``: unreadable data raises an error; ``skip``: unreadable rows (or files, if a text is a file)
             are left out, counted and listed.
         max_text_bytes: a longer line, paragraph or row counts as unreadable.
@@ -58,12 +58,12 @@ class Reading:
 
     @property
     def columns(self) -> tuple[str, ...] | None:
-        """The requested columns."""
+        """The columns requested for the text; ``None`` if none is requested."""
         return (self.text,) if isinstance(self.text, str) else self.text
 
 
 class Layout(NamedTuple):
-    """The facts that decoding a file needs; serializable as JSON. Columns are indices (csv) or names (jsonl)."""
+    """The layout of a file, as needed to decode it; serializable as JSON. Columns are indices (csv) or names."""
 
     format: str
     unit: Unit = "document"
@@ -93,7 +93,7 @@ class Part(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The reason why the text at byte ``at`` cannot be read, and the remedy; ``line`` counts from the part's start."""
+    """The reason why the text at byte ``at`` cannot be read, and the remedy. ``line`` counts from the part's start."""
 
     at: int
     why: str
@@ -113,7 +113,7 @@ class Found(NamedTuple):
 
     ``starts`` holds the byte offsets of its texts in ascending order, including faulty and empty texts. ``is_empty``
     marks the empty texts. ``digest`` is a hash of the bytes of the part. ``is_blank`` is set if the whole part is white
-    space. ``suspects`` are texts that can be read but may not be intended.
+    space. ``suspects`` are texts that can be read, but may be mistakes in the file, such as unintended quotes.
 
     For paragraphs, ``starts`` holds the offset after each newline of the part. ``inks`` tells for each stretch before,
     between and after these newlines whether it holds more than white space.
@@ -138,26 +138,26 @@ class Format(Protocol):
         """Inspect the beginning of a file; return its layout and the offset of the first byte that may begin a text.
 
         Raises:
-            DataError: if no text can be found in it; the message does not name the file.
+            DataError: if no text can be found in the file. The caller adds the name of the file to the message.
         """
         ...
 
     def scan(self, part: Part) -> Found:
-        """Find the texts that begin in a part, and check all bytes of the part."""
+        """Find the texts that begin in a part, and check all bytes of the part for faults."""
         ...
 
     def decode(self, raws: list[bytes], layout: Layout) -> list[str]:
-        """Return the texts of some spans; a span reaches from the start of its text to the start of the next text.
+        """Return the texts of ``raws``: each item holds the bytes from the start of a text to the start of the next.
 
         Raises:
-            ValueError: if a span differs from the indexed content.
+            ValueError: if the bytes of a text differ from the indexed content.
         """
         ...
 
     def decode_run(self, raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
-        """Return consecutive texts from the bytes of all their spans, which are ``raw[borders[i] : borders[i + 1]]``.
+        """Return consecutive texts from one bytes object: text ``i`` is ``raw[borders[i] : borders[i + 1]]``.
 
         Raises:
-            ValueError: if the spans differ from the indexed content.
+            ValueError: if the texts differ from the indexed content.
         """
         ...

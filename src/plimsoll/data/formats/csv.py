@@ -1,9 +1,10 @@
 """Comma- or tab-separated values: a text is one column, or several joined by newlines.
 
-A row ends at a newline outside quotes; without ``quotes``, at every newline. Quotes follow the rules of Python's strict
-`csv` reader, which decodes the rows: a quote is special only at the beginning of a field, and an ordinary character
-inside an unquoted field. Quoted fields may contain newlines. A row must have as many fields as the first row. Every row
-is decoded during indexing, so that faults are found before the training starts. Empty lines are not rows.
+A row ends at a newline outside quotes. With ``quotes=False``, a row ends at every newline. Quotes follow the rules of
+Python's strict `csv` reader, which decodes the rows: a quote is special only at the beginning of a field, and an
+ordinary character inside an unquoted field. Quoted fields may contain newlines. A row must have as many fields as the
+first row. Every row is decoded during indexing, so that faults are found before training starts. Empty lines are not
+rows.
 
 Not handled: separators other than the comma (.csv) and the tab (.tsv), and backslashes before quotes. If a quote opens
 a field and is never closed, the field includes the rows after it, which is a fault.
@@ -119,7 +120,7 @@ def _is_number(cell: str) -> bool:
 
 
 def quoting_after(part: Part) -> int:
-    """Return the state of quoting at the beginning of the next part: `OUTSIDE`, `QUOTED` or `OPENS`."""
+    """Return the quoting state at the beginning of the part after ``part``: `OUTSIDE`, `QUOTED` or `OPENS`."""
     offset = max(part.begin - 1, 0)
     with opened(part.path) as descriptor:
         view = np.frombuffer(os.pread(descriptor, part.end - offset, offset), np.uint8)
@@ -127,7 +128,7 @@ def quoting_after(part: Part) -> int:
 
 
 def quoting_after_line(line: bytes, layout: Layout, quoting: int) -> int:
-    """Return the state of quoting after a line that is passed without its newline."""
+    """Return the quoting state after ``line``, which must not include its newline."""
     after = _quotes(np.frombuffer(line, np.uint8), layout, 0, quoting)[1]
     return QUOTED if after == QUOTED else OPENS
 
@@ -140,7 +141,7 @@ def _begin(part: Part, offset: int) -> tuple[int, int]:
 
 
 def _quotes(view: NDArray[np.uint8], layout: Layout, begin: int, quoting: int) -> tuple[NDArray[np.int64], int]:
-    """Return the indices of the quotes that open or close a field, and the state of quoting after the last byte.
+    """Return the indices of the quotes that open or close a field, and the quoting state after the last byte.
 
     A doubled quote, which stands for one quote, counts as closing the field and opening it again.
     """
@@ -162,7 +163,7 @@ def _quotes(view: NDArray[np.uint8], layout: Layout, begin: int, quoting: int) -
 
 
 def _meaningful(quotes: NDArray[np.int64], begins_field: NDArray[np.bool_], is_quoted: bool) -> NDArray[np.bool_]:
-    """Return whether each quote opens or closes a field; otherwise it is an ordinary character."""
+    """Return whether each quote opens or closes a field, and is not an ordinary character."""
     are_meant = np.zeros(len(quotes), np.bool_)
     closed_at = -1
     for number, (place, may_open) in enumerate(zip(quotes.tolist(), begins_field.tolist(), strict=True)):
@@ -194,7 +195,7 @@ def scan(part: Part) -> Found:
 
 
 def _row_ends(raw: bytes, layout: Layout, begin: int, quoting: int) -> NDArray[np.int64]:
-    """Return the indices of the newlines outside quotes; ``quoting`` is the state of quoting at the byte ``begin``."""
+    """Return the indices of the newlines outside quotes, given the quoting state at the byte ``begin``."""
     view = np.frombuffer(raw, np.uint8)
     newlines: NDArray[np.int64] = (view == NEWLINE).nonzero()[0]
     if not layout.quotes:
@@ -218,7 +219,7 @@ def _spans(part: Part, raw: bytes, offset: int) -> list[tuple[int, int]]:
 
 
 def _suspects(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]]) -> Iterator[Fault]:
-    """Yield rows that may contain other rows by mistake: each line between the first and the last would be a valid row.
+    """Yield rows whose quotes may join several rows by mistake: each of their inner lines would be a valid row.
 
     Tables of one column are not checked, because any line would be a valid row.
     """
@@ -253,7 +254,7 @@ def _rows(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]]) -> 
 
 
 def _rows_of(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]], line: int) -> Iterator[Row | Fault]:
-    """Decode some rows at once, and one by one only if one of them is faulty."""
+    """Yield the fields or the fault of each row. Rows are decoded one by one only if one of them is faulty."""
     layout = part.layout
     raws = [raw[begin:end].strip(b"\r\n") for begin, end in spans]
     rows = _faultless(raws, part)
@@ -321,7 +322,7 @@ def _said(error: Exception) -> str:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Lift the process-wide limit of 128 KiB per field."""
+    """Lift the process-wide limit of 128 KiB per field of Python's csv reader inside the block."""
     limit = csv.field_size_limit(1 << 40)
     try:
         yield
@@ -340,7 +341,7 @@ def _label(fields: list[str], layout: Layout) -> Any:
 
 
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
-    """Return the texts of some spans; see `plimsoll.data.formats.Format`."""
+    """Return the texts of some rows, given their bytes; see `plimsoll.data.formats.Format`."""
     try:
         rows = fields_of([raw.decode("utf-8").strip("\r\n") for raw in raws], layout)
         return [text_of(row, layout) for row in rows]
@@ -349,5 +350,5 @@ def decode(raws: list[bytes], layout: Layout) -> list[str]:
 
 
 def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
-    """Return consecutive texts from the bytes of all their spans."""
+    """Return consecutive texts from one bytes object; see `plimsoll.data.formats.Format`."""
     return decode([raw[begin:end] for begin, end in pairwise(borders.tolist())], layout)

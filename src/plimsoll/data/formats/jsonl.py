@@ -1,7 +1,7 @@
 """JSON lines (jsonl, ndjson): each line is one JSON object, and a text is one or several of its fields.
 
-Several fields are joined by newlines. Every line is parsed during indexing, so that faults are found before the
-training starts. Lines of white space are not rows. Not handled: nested fields, and objects over several lines.
+Several fields are joined by newlines. Every line is parsed during indexing, so that faults are found before training
+starts. Lines of white space are not rows. Not handled: nested fields, and objects over several lines.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def text_of(record: Any, layout: Layout) -> str:
     """Return the text of an object.
 
     Raises:
-        DataError: if the object has no text; the message does not name the line of the object.
+        DataError: if the object has no text. The caller adds the line of the object to the message.
     """
     if isinstance(record, dict) and len(layout.columns) == 1:  # a fast path, because this runs for every row
         text = record.get(layout.columns[0])
@@ -154,7 +154,7 @@ def kind_of(value: Any) -> str:
 
 
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
-    """Return the texts of some spans; see `plimsoll.data.formats.Format`."""
+    """Return the texts of some rows, given their bytes; see `plimsoll.data.formats.Format`."""
     try:
         return [text_of(_parse(raw.decode("utf-8").strip()), layout) for raw in raws]
     except (DataError, RecursionError) as error:
@@ -162,5 +162,5 @@ def decode(raws: list[bytes], layout: Layout) -> list[str]:
 
 
 def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
-    """Return consecutive texts from the bytes of all their spans."""
+    """Return consecutive texts from one bytes object; see `plimsoll.data.formats.Format`."""
     return decode([raw[begin:end] for begin, end in pairwise(borders.tolist())], layout)

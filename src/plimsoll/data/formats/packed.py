@@ -55,10 +55,10 @@ def _names(folder: Path) -> list[str | int]:
 
 
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
-    """Return the texts of some spans."""
+    """Return some texts, given their bytes; see `plimsoll.data.formats.Format`."""
     return [raw.decode("utf-8") for raw in raws]
 
 
 def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
-    """Return consecutive texts from the bytes of all their spans."""
+    """Return consecutive texts from one bytes object; see `plimsoll.data.formats.Format`."""
     return strings(raw, borders[:-1], borders[1:])

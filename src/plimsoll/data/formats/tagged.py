@@ -31,14 +31,14 @@ def scan(part: Part) -> Found:
 
 
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
-    """Return the words of some spans joined by spaces, or the stored text with tags if ``layout.label`` is `KEPT`."""
+    """Return the words of each text joined by spaces, or the stored text with tags if ``layout.label`` is `KEPT`."""
     if layout.label == KEPT:
         return [raw.decode("utf-8") for raw in raws]
     return [_words(raw).decode("utf-8") for raw in raws]
 
 
 def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
-    """Return consecutive texts from the bytes of all their spans."""
+    """Return consecutive texts from one bytes object; see `plimsoll.data.formats.Format`."""
     return decode([raw[begin:end] for begin, end in pairwise(borders.tolist())], layout)
 
 

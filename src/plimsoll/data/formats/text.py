@@ -69,7 +69,7 @@ def scan(part: Part) -> Found:
 
 
 def decode(raws: list[bytes], layout: Layout) -> list[str]:
-    """Return the texts of some spans."""
+    """Return some texts, given their bytes; see `plimsoll.data.formats.Format`."""
     if layout.unit == "document":
         return [raw.decode("utf-8") for raw in raws]
     if layout.unit == "line":
@@ -80,7 +80,7 @@ def decode(raws: list[bytes], layout: Layout) -> list[str]:
 
 
 def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[str]:
-    """Return consecutive texts from the bytes of all their spans."""
+    """Return consecutive texts from one bytes object; see `plimsoll.data.formats.Format`."""
     if layout.unit == "line":
         lines = _whole_lines(raw, borders)
         return _lines(raw, len(borders) - 1) if lines is None else lines
@@ -88,7 +88,7 @@ def decode_run(raw: bytes, borders: NDArray[np.int64], layout: Layout) -> list[s
 
 
 def _whole_lines(raw: bytes, borders: NDArray[np.int64]) -> list[str] | None:
-    """Return the lines if each span is one line with its newline; ``None`` if it has empty lines or no newline."""
+    """Return the texts if each is one line with its newline; otherwise, or for few texts, ``None``."""
     if len(borders) <= _FEW:
         return None
     view, ends = np.frombuffer(raw, np.uint8), borders[1:] - 1
@@ -98,7 +98,7 @@ def _whole_lines(raw: bytes, borders: NDArray[np.int64]) -> list[str] | None:
 
 
 def _lines(raw: bytes, num_lines: int) -> list[str]:
-    """Return the non-empty lines, and raise if their number differs from the indexed number."""
+    """Return the non-empty lines. Raise if their number differs from ``num_lines``, the indexed number."""
     lines = [line.decode("utf-8") for line in raw.replace(b"\r\n", b"\n").removesuffix(b"\r").split(b"\n") if line]
     if len(lines) != num_lines:
         raise ValueError(f"{num_lines} lines were indexed and {len(lines)} found")
@@ -112,7 +112,7 @@ def _paragraph(raw: bytes) -> bytes:
 
 
 def _is_blank(chunk: Chunk, first: int) -> bool:
-    """Return whether a chunk is only white space, starting at the first text of the file."""
+    """Return whether a chunk is only white space after ``first``, the offset at which the first text may begin."""
     raw = chunk.raw[max(first - chunk.offset, 0) : chunk.num_bytes]
     return not (raw[:_FIRST_LOOK_BYTES] > _LARGEST_WHITE).any() and not (raw > _LARGEST_WHITE).any()
 
@@ -133,7 +133,7 @@ def _line_starts(chunk: Chunk, newlines: NDArray[np.int64], first: int) -> NDArr
 
 
 def _inks(chunk: Chunk, newlines: NDArray[np.int64], first: int, is_valid: bool) -> NDArray[np.bool_]:
-    """Return for each stretch before, between and after the newlines whether it holds more than white space."""
+    """Return whether each stretch before, between and after the newlines holds more than white space."""
     raw = chunk.raw[: chunk.num_bytes]
     if not is_valid:
         raw = np.where(raw == 0, np.uint8(255), raw)  # so that faulty bytes belong to a text
@@ -146,7 +146,7 @@ def _inks(chunk: Chunk, newlines: NDArray[np.int64], first: int, is_valid: bool)
 
 
 def _joined(inks: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    """Concatenate the results of chunks; the end of a chunk and the beginning of the next form one stretch."""
+    """Concatenate the results of `_inks`. The last stretch of a chunk and the first of the next form one stretch."""
     for before, after in pairwise(inks):
         after[0] |= before[-1]
     return np.concatenate([*(ink[:-1] for ink in inks[:-1]), inks[-1]])

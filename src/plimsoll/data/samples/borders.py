@@ -1,8 +1,9 @@
 """Windows that end at a sentence or paragraph, whose borders are found in the text before it is tokenized.
 
-So it does not matter whether the tokenizer keeps capitals, spaces and line breaks. The token with the first character
-of a sentence or paragraph is marked, in a file next to the tokens (`plimsoll.data.tokens.store`). Windows are cut at
-these marks. A wrong border moves the end of a window, but loses no token.
+Borders are found before tokenization, so it does not matter whether the tokenizer keeps capitals, spaces and line
+breaks. The token with the first character of a sentence or paragraph is marked, in a file next to the tokens
+(`plimsoll.data.tokens.store`). Windows are cut at these marks. A wrong border moves the end of a window, but loses no
+token.
 
 Not handled: abbreviations before a capital letter ("Mr. Smith" is cut), texts without capitals, headings and lists
 without a blank line. Also not handled: languages without such punctuation, and sentences that begin inside a token.
@@ -76,8 +77,8 @@ def begins_in(text: str, context: tuple[str, str] = ("", "")) -> list[Begin]:
     The beginning of the text itself is not included.
 
     Args:
-        text: the piece.
-        context: the characters before and after the piece, in the same text.
+        text: the text, or a piece of it.
+        context: the characters before and after ``text`` if it is a piece of a longer text.
     """
     offset, whole = len(context[0]), "".join((context[0], text, context[1])) if any(context) else text
     found = {
@@ -164,7 +165,7 @@ def marks_of(offsets: Sequence[tuple[int, int]], begins: Sequence[Begin], num_be
 def cut_at_borders(
     store: Marked, kind: BorderKind, room: int, with_end: bool, keeps_empty: bool = False
 ) -> Iterator[tuple[tuple[Ints, Ints], int]]:
-    """Yield the starts and lengths of windows of all texts, and how many of these windows end without a border.
+    """Yield the starts and lengths of windows of all texts, and how many of these do not end at a border.
 
     A window ends at the last border within ``room`` tokens, or after ``room`` tokens if there is no border.
 
@@ -172,8 +173,8 @@ def cut_at_borders(
         store: the tokens of all texts, with marks.
         kind: the kind of border at which windows end.
         room: the maximum number of tokens of a window.
-        with_end: whether the end token belongs to its text.
-        keeps_empty: whether an empty text gives a window of length 0; otherwise the window is its end token.
+        with_end: whether the windows of a text include its end token.
+        keeps_empty: whether an empty text gives a window of length 0. Otherwise its window is the end token.
     """
     begin, num_tokens = 0, len(store.tokens)
     while begin < num_tokens:
@@ -194,9 +195,10 @@ def cut_at_borders(
 def _cuts(
     store: Marked, kind: BorderKind, room: int, with_end: bool, reach: tuple[int, int]
 ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Return the possible edges of windows in ``reach`` (C,), the beginnings of texts, and whether each edge is hard.
+    """Return the possible edges of windows (C,), the beginnings of texts, and whether each edge is hard.
 
-    A hard edge is not a border. It is inserted every ``room`` tokens if two borders are farther apart than that.
+    All lie in ``reach``, the first token and the last token (exclusive) to inspect. A hard edge is not a border. It is
+    inserted every ``room`` tokens if two borders are farther apart than that.
     """
     begin, stop = reach
     marked = begin + 1 + np.flatnonzero(store.marks[begin + 1 : stop] & np.uint8(MARKS[kind]))
@@ -213,7 +215,7 @@ def _cuts(
 def _path(cuts_C: Ints, texts: Ints, room: int, stop: int | None) -> list[int]:
     """Return the indices in ``cuts_C`` of the edges between windows, chosen greedily from the first edge.
 
-    ``stop`` is the end of the tokens that were read. ``None`` means that these are the last tokens.
+    ``stop`` is the end of the inspected tokens, or ``None`` if the inspected tokens reach the end of the store.
     """
     furthest = np.searchsorted(cuts_C, cuts_C + room, "right") - 1
     must = np.append(np.searchsorted(cuts_C, texts), len(cuts_C) - 1)

@@ -2,9 +2,9 @@
 
 It is a hash of the fingerprint of the data set, if it has one: ``fingerprint``, or ``_fingerprint`` of Hugging Face
 `datasets`. Otherwise it is a hash of samples: all of them if they are few and small, else a selection from the whole
-data set with the first and the last. Samples are read only if reading has no side effect. That holds for data sets
-with ``batch``, which returns the same samples each time, and for tensors. If worker processes must read
-first, this process reads no samples.
+data set with the first and the last. Samples are read only if reading has no side effect. That holds for data sets with
+``batch``, which returns the same samples each time, and for tensors. If worker processes read the data set, this
+process reads no samples, unless reading is fast (``reads_fast``).
 
 Not handled: other data sets, which may return random samples, and changes that miss the selected samples.
 """

@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 
 
 class Texts(NamedTuple):
-    """Lengths of some texts of a corpus, and the job that trains on them. Each text represents ``scale`` texts.
+    """Lengths of some texts of a corpus, and the job that trains on it. Each length stands for ``scale`` texts.
 
     Args:
         job: the job.
@@ -82,7 +82,7 @@ class Texts(NamedTuple):
         return ("shuffle", "by_length", *((own,) if way.is_this_job and own in {"blocks", "as_is"} else ()))
 
     def _streams(self) -> Iterator[Filling]:
-        """Yield records for windows of all texts end to end, with the stride of the job and without overlap."""
+        """Yield records for windows of all texts end to end: without overlap, and with the stride of the job."""
         longest, stride = self.job.sequence_length, self.job.data.stride
         steps = [longest] if checked_stride(stride, longest) == longest else [longest, checked_stride(stride, longest)]
         is_stream = not (self.job.data.pack or self._are_samples or self.job.data.order == "streams")
@@ -132,7 +132,7 @@ class Texts(NamedTuple):
         return round(int(np.maximum(self.whole - self.job.sequence_length, 0).sum()) * self.scale)
 
     def _ways(self) -> Iterator[_Way]:
-        """Yield texts as separate samples: whole if none is too long, else cut into windows, and truncated."""
+        """Yield texts as separate samples: whole if no text is too long; otherwise first cut, then truncated."""
         data, longest = self.job.data, self.job.sequence_length
         truncated = np.minimum(self.whole, longest)
         num_bytes = self.num_bytes if data.on_the_fly else None

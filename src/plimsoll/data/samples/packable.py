@@ -69,7 +69,7 @@ def packing_fault(model: nn.Module, mask: Literal["causal", "bidirectional"] | N
 
 
 def _rows(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return token ids and positions (B, T) of two rows with two texts each. All vocabularies have these small ids."""
+    """Return token ids and positions (B, T) of two rows of two texts. Every vocabulary has these small ids."""
     places_T = torch.arange(_ROW_TOKENS, device=device)
     firsts_B = torch.tensor(_FIRST_LENGTHS, device=device)[:, None]
     return 3 + (places_T + firsts_B) * 3 % 7, torch.where(places_T < firsts_B, places_T, places_T - firsts_B)

@@ -1,13 +1,14 @@
 """Whole texts packed into rows of one length, with almost no padding and without attention between texts.
 
 Rows are filled by best-fit decreasing over pools of 65,536 spans. Longer spans come first, and each goes into the row
-with the least space that fits it. The algorithm works on the histogram of lengths, with one entry per kind of row. So
-its time does not grow with the number of rows. The assignment of spans to rows is a table of 8 bytes per span.
+with the least space that fits it. The algorithm works on the histogram of lengths. Rows with the same lengths of spans
+are one kind of row, which is computed once. So its time does not grow with the number of rows. The assignment of spans
+to rows is a table of 8 bytes per span.
 
-Positions restart with each text. Models of transformers derive from them that attention stops there. For other
-models, `plimsoll.data.samples.masks` makes masks, and `plimsoll.data.samples.packable` tests whether a model needs
-them. The shifted loss never predicts the first token of a text. So a loss averaged over tokens equals the loss of the
-same texts unpacked.
+Positions restart with each text. Models of transformers derive from these positions that attention stops between texts.
+For other models, `plimsoll.data.samples.masks` makes masks, and `plimsoll.data.samples.packable` tests whether a model
+needs them. The shifted loss never predicts the first token of a text. So a loss averaged over tokens equals the loss of
+the same texts unpacked.
 
 Not handled: classification, which has one label per row, and recurrent networks, whose state runs from one text into
 the next.
@@ -119,7 +120,7 @@ class PackedDataset(Samples):
 
 @kept
 def pack(spans: Spans, sequence_length: int | None = None, progress: Progress = silent) -> Store[Packs]:
-    """Return rows of whole spans, from the cache that holds ``spans`` or packed now.
+    """Return rows of whole spans, from the cache folder that holds ``spans``, or packed now.
 
     Args:
         spans: the texts or windows.
@@ -195,7 +196,7 @@ def num_packed_rows(lengths_M: Ints, row_tokens: int) -> int:
 
 
 def _row_kinds(nums: Ints, row_tokens: int) -> Iterator[tuple[_Pattern, int]]:
-    """Yield kinds of rows and the number of rows of each kind, given the number of spans of each length."""
+    """Yield kinds of rows (span lengths) and the number of rows of each, from the number of spans of each length."""
     by_room: dict[int, list[tuple[_Pattern, int]]] = {}  # rows by their number of free tokens
     rooms = 0  # the keys of `by_room` as bits: bit 5 is set if a row has 5 free tokens
     for length in np.flatnonzero(nums)[::-1].tolist():

@@ -26,8 +26,9 @@ class WindowPool:
 
     Args:
         pooling: ``"mean"`` or ``"max"`` of the logits, ``"probability"`` (mean of the probabilities), or ``"vote"``.
-            A vote is the share of windows whose largest logit is the class, with ties decided by mean probability.
-        num_of_parents: returns the number of windows of each text, as
+            The vote for a class is the share of windows in which it has the largest logit. Mean probability decides
+            ties.
+        num_of_parents: a function that returns the number of windows of each text, as
             `plimsoll.data.samples.text_windows.Spans.num_of_parents` does.
     """
 
@@ -41,7 +42,7 @@ class WindowPool:
         return len(self._open)
 
     def add(self, parents: NDArray[np.int64], logits_BL: Tensor) -> tuple[NDArray[np.int64], Tensor]:
-        """Add the logits of some windows; return the texts that are now complete and their predictions.
+        """Add the logits of some windows. Return the texts whose windows have now all arrived, and their predictions.
 
         Args:
             parents: the index of the text of each window, (B,) int64.

@@ -35,7 +35,7 @@ def positions(lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def places(starts_B: NDArray[np.int64], lengths_B: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the indices ``start, start + 1, ...`` of the elements of all rows, end to end (N,)."""
+    """Return the indices of the elements of all rows, end to end (N,): ``start, start + 1, ...`` of each row."""
     return np.repeat(starts_B, lengths_B) + positions(lengths_B)
 
 

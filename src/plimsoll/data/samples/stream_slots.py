@@ -25,13 +25,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StreamSlots:
-    """The stream slots of the tokens from ``begin``.
+    """The stream slots into which ``num_tokens`` tokens from index ``begin`` are cut.
 
     Args:
         begin: the index of the first token.
         num_tokens: the number of tokens.
         num_slots: the number of stream slots, equal to the number of samples of a batch.
-        sequence_length: the number of tokens of a window; all except the last are read.
+        sequence_length: the number of tokens of a window. The model reads all of them except the last.
 
     Raises:
         InputError: if ``begin``, ``num_slots`` or ``sequence_length`` is too small.
@@ -96,7 +96,7 @@ class StreamSlots:
         return GradientReach(most_tokens=most, mean_tokens=num_reaches / num_predicted)
 
     def _runs_of_slot(self, slot: int, text_ends: Ints | None, segment_steps: int | None) -> Ints:
-        """Return the numbers of tokens between consecutive positions at which gradients stop."""
+        """Return the number of tokens between consecutive positions of a slot at which gradients stop."""
         begin = self.begin + slot * self.slot_tokens
         end = begin + self.slot_tokens
         window_stops = np.arange(begin, end, self.sequence_length - 1)
@@ -158,7 +158,7 @@ def training_slots(num_tokens: int, num_slots: int, sequence_length: int) -> Str
 def slots_of_stream(
     num_tokens: int, share: float, num_slots: int, sequence_length: int
 ) -> tuple[StreamSlots, StreamSlots | None]:
-    """Return the stream slots for training and for validation. Validation takes the end, so both are contiguous.
+    """Return the stream slots for training and for validation. Validation takes the end, so both parts are contiguous.
 
     Args:
         num_tokens: the number of tokens of the whole stream.

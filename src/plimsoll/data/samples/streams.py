@@ -5,7 +5,7 @@ Consecutive samples form batches of ``batch_size`` samples with one window of ea
 numbers of its stream slot and window, with which a model finds the state to continue from
 (`plimsoll.models.recurrent.carried_state`). On request, a sample also marks the tokens that are the first of a text.
 
-Not handled: another order, batches of other than ``batch_size`` samples, and augmentation.
+Not handled: shuffled samples, batches of other than ``batch_size`` samples, and augmentation.
 
 Shapes: B samples of the batch, T tokens of a window.
 """

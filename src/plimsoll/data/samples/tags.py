@@ -2,8 +2,8 @@
 
 Words are tokenized one by one, so a token never spans two words. The label of a word is on its first token; its other
 tokens have no label, as is usual in token classification. A word for which the tokenizer returns no token is dropped
-with its tag, and counted. A word with the tag -100 has no label. Tags may mark entities (O, B-X, I-X, also E-X and
-S-X). For labels in windows, see `plimsoll.data.samples.texts`. Not handled: labels on all tokens of a word, several
+with its tag, and counted. A word with the tag -100 has no label. Tags may mark named entities (O, B-X, I-X, also E-X
+and S-X). For labels in windows, see `plimsoll.data.samples.texts`. Not handled: labels on all tokens of a word, several
 tags per word.
 
 Shapes: N tokens, W words.
@@ -93,7 +93,7 @@ class Words(NamedTuple):
 
 
 def tagged_words(corpus: Corpus, first_text: int = 0) -> Iterator[Words]:
-    """Yield the words of texts in order, in parts of at most `_PIECE_WORDS` words. The split does not change tokens."""
+    """Yield the words of texts in order, in parts of at most `_PIECE_WORDS` words. The parts do not affect tokens."""
     numbers = {name: number for number, name in enumerate(corpus.tag_counts)} | {NO_TAG: NO_LABEL}
     for text in corpus.tagged(first_text):
         words, names = words_and_tags(text)
@@ -108,8 +108,8 @@ def tagged_words(corpus: Corpus, first_text: int = 0) -> Iterator[Words]:
 class Encoded(NamedTuple):
     """Tokens end to end (N,), the number of tokens of each text or piece, and labels (N,) if words have tags.
 
-    ``num_lost_words`` is the number of words without a token. ``marks`` (N,) mark the beginnings of sentences and
-    paragraphs, if requested.
+    ``num_lost_words`` is the number of words for which the tokenizer returned no token. ``marks`` (N,) mark the
+    beginnings of sentences and paragraphs, if requested.
     """
 
     tokens: NDArray[np.uint32]
@@ -122,8 +122,8 @@ class Encoded(NamedTuple):
 class WordEncoder:
     """An encoder of single words, each encoded as the tokenizer encodes it after another word.
 
-    A byte-level tokenizer returns other tokens for a word with a preceding space than without. The constructor tests
-    whether the tokenizer does. Each distinct word is encoded once per call.
+    A byte-level tokenizer returns different tokens for a word with and without a preceding space. The constructor tests
+    whether this tokenizer does so. Each distinct word is encoded once per call.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -148,7 +148,7 @@ class WordEncoder:
         return flat[ragged.places(begins[places_W], lengths[places_W])], lengths[places_W]
 
     def labelled(self, pieces: Sequence[Words]) -> Encoded:
-        """Return the tokens of pieces with their labels."""
+        """Return the tokens of pieces, with the label of each token."""
         tokens_N, lengths_W = self.encode([piece.words for piece in pieces])
         tags_W = np.array([tag for piece in pieces for tag in piece.tags], np.int64)
         labels_N = np.full(len(tokens_N), INSIDE_WORD, np.int64)

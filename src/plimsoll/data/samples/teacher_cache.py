@@ -65,7 +65,7 @@ class TeacherCacheFiles:
     """A writer of rows in the order of the samples. ``num_done`` samples are already on disk.
 
     Args:
-        folder: the folder of the files. The writer continues after the samples of an interrupted writer.
+        folder: the folder of the files. If an interrupted writer left samples there, writing continues after them.
         ends: the end of the rows of each sample (`ends_of`).
         num_kept: the number of tokens or labels kept per row, k.
         num_words: the size of the vocabulary; ``None`` if all labels are kept, in their order.
@@ -113,7 +113,7 @@ class TeacherCacheFiles:
         write_atomically(self._folder / _DONE_FILE, json.dumps(self.num_done).encode(), "cache folder")
 
     def facts(self) -> Facts:
-        """Return the facts to store with the complete files."""
+        """Return the metadata to store with the complete files."""
         return {"num_kept": self._num_kept, "num_words": self._num_words}
 
 
@@ -137,7 +137,10 @@ def open_teacher_cache(folder: Path) -> TeacherRows:
 
 
 class WithTeacher:
-    """A `Dataset` of samples with the teacher's tokens and probabilities. Their entries on padding must be ignored."""
+    """A `Dataset` of samples with the teacher's tokens and probabilities.
+
+    Values at padded positions must be ignored.
+    """
 
     def __init__(self, samples: Samples | Subset, rows: TeacherRows) -> None:
         self._samples, self._rows = samples, rows

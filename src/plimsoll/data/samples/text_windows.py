@@ -3,7 +3,7 @@
 Special tokens around a text (`plimsoll.data.tokens.template`) are added to each span when it is read, and counted in
 its length. They are not in the store. So a window of a long text equals the output of transformers with
 ``return_overflowing_tokens``. If no text is too long, or all long texts are truncated, spans follow from the store and
-take no memory. Otherwise they are a memory-mapped table (12 bytes per span), written once next to the tokens.
+take no memory. Otherwise spans are a memory-mapped table (12 bytes per span), written once next to the tokens.
 
 Not handled: spans that cross the end of a text (`plimsoll.data.samples.windows.WindowDataset`), and overlap of windows
 that end at borders. Shapes: B requested spans, N spans of one pass.
@@ -47,7 +47,7 @@ class Spans:
         num_long_texts: the number of texts longer than a sample.
         num_truncated: the number of texts that were truncated.
         num_dropped_tokens: the number of tokens lost by truncation.
-        num_cut_inside: the number of windows that do not end at a border because no border fits.
+        num_cut_inside: the number of windows that end inside a sentence or paragraph, because they contain no border.
     """
 
     def __init__(self, store: TokenStore, folder: Path, facts: Facts) -> None:
@@ -122,13 +122,13 @@ class Spans:
     def num_known(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of tokens at the start of each span that an earlier span predicts, (B,).
 
-        Special tokens before the text are included.
+        If there are such tokens, the special tokens before them are counted, too.
         """
         num_repeated_B = self.num_repeated(ids)
         return np.where(num_repeated_B > 0, num_repeated_B + len(self.template.prefix), 0)
 
     def own_ranges(self, ids: NDArray[np.int64]) -> Table:
-        """Return the first and last token (exclusive) that each span owns, (B,) each.
+        """Return the range of tokens that each span owns: its first and last token (exclusive), (B,) each.
 
         A token that two spans share belongs to the span in which it is farther from an edge: the earlier span owns the
         first half and the middle token. Tokens are counted from the first text token of the span.
@@ -151,10 +151,10 @@ def cut_texts(
     keeps_end: bool = False,
     progress: Progress = silent,
 ) -> Store[Spans]:
-    """Return the spans of texts, from the cache (the folder that holds ``store``) or cut now.
+    """Return the spans of texts, from the cache folder that holds ``store``, or cut now.
 
     Args:
-        store: the texts.
+        store: the tokens of all texts.
         sequence_length: the maximum number of tokens of a span, including special tokens.
         long_texts: the treatment of longer texts. ``"window"`` cuts them into spans, ``"truncate"`` keeps one span of
             each, and ``"stop"`` raises.
@@ -162,7 +162,7 @@ def cut_texts(
             of text tokens of a span (the default).
         borders: the kind of border at which windows end. A window ends at the last border that fits, or where the span
             is full if no border fits. The store must have been made with ``borders``.
-        with_end: whether the end token belongs to its text, so that language models learn where a text ends.
+        with_end: whether the spans of a text include its end token, so that language models learn where a text ends.
         template: the special tokens around each span.
         keeps_end: whether truncation drops the beginning of a text instead of its end.
         progress: called with the stage ``"spans"``, and the done and total number of tokens.
@@ -219,7 +219,7 @@ def select_spans(spans: Spans, name: str, is_chosen: Callable[[NDArray[np.int64]
     Args:
         spans: the spans of all texts.
         name: the cache key of the selection; it must identify the selection.
-        is_chosen: returns for an array of text indices whether each text is selected.
+        is_chosen: a function that maps an array of text indices to whether each text is selected.
 
     Raises:
         OutputError: if the cache cannot be written.
@@ -259,7 +259,7 @@ def _passes(num_items: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _surveyed(num_texts: int, texts: _Texts, sequence_length: int, template: Template, long_texts: LongTexts) -> Facts:
-    """Read the lengths of all texts; return the facts of spans without a table."""
+    """Read the lengths of all texts, and return the metadata of spans for which no table is written."""
     longest = num_long = num_beyond = num_tokens = 0
     for ids in _passes(num_texts):
         lengths_N = texts(ids)[1] + template.num_tokens
@@ -287,7 +287,7 @@ def _surveyed(num_texts: int, texts: _Texts, sequence_length: int, template: Tem
 def _written(
     folder: Path, tables: Iterable[tuple[Table, int]], template: Template, report: Callable[[int], None]
 ) -> Facts:
-    """Write a table in parts; each part comes with the number of its windows that do not end at a border."""
+    """Write a table of spans in parts. With each part comes the number of its windows that end at no border."""
     num_tokens = num_cut_inside = 0
     with (folder / _STARTS_FILE).open("wb") as starts_file, (folder / _LENGTHS_FILE).open("wb") as lengths_file:
         for (starts_N, lengths_N), num_inside in tables:
@@ -301,7 +301,7 @@ def _written(
 
 
 def _strided(num_texts: int, texts: _Texts, room: int, stride: int) -> Iterator[tuple[Table, int]]:
-    """Yield the windows of all texts in bounded passes, even if one text is very long."""
+    """Yield the windows of all texts, a limited number at a time, even if one text is very long."""
     for ids in _passes(num_texts):
         starts, lengths = texts(ids)
         for texts_N, steps_N, lengths_N in windows_of(lengths, room, stride):
@@ -320,7 +320,7 @@ def _chosen_tables(
 def windows_of(
     lengths: NDArray[np.int64], sequence_length: int, stride: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield the windows that texts of these lengths are cut into, in bounded passes.
+    """Yield the windows that texts of these lengths are cut into, a limited number at a time.
 
     Yields:
         for each window, the index of its text, its first token in the text, and its number of tokens, (N,) each.

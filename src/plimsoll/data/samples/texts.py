@@ -155,7 +155,7 @@ class TokenLabels:
         return TokenLabels, (self._store, self.names)
 
     def of(self, spans: Spans, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the label of each token of spans, end to end (N,); -100 if it has no label here."""
+        """Return the label of each token of spans, end to end (N,); -100 if the token has no label in this span."""
         starts_B, lengths_B = spans.places(ids)
         require_runs(self._store.labels, starts_B, starts_B + lengths_B)
         labels_N = self._labels[ragged.places(starts_B, lengths_B)]
@@ -180,7 +180,7 @@ class TokenLabels:
 
 
 def split_by_text(spans: Spans, share: float, seed: int, is_drawn: bool = True) -> tuple[Spans, Spans]:
-    """Hold out ``share`` of the texts with all their windows, so that no text is on both sides.
+    """Hold out ``share`` of the texts with all their windows, so that no text is in both parts.
 
     This writes two tables. To split whole texts, use `plimsoll.data.samples.windows.split`, which writes nothing.
 
@@ -203,7 +203,7 @@ def split_by_text(spans: Spans, share: float, seed: int, is_drawn: bool = True) 
 
 @dataclass(frozen=True)
 class _Mapped:
-    """The file, dtype, offset and shape of a memory-mapped array, which are pickled instead of its content."""
+    """A picklable reference to a memory-mapped array: its file, dtype, offset and shape, without its content."""
 
     path: str
     dtype: np.dtype[Any]

@@ -1,8 +1,8 @@
 """Tokens as samples: the interface of all datasets, fixed windows of a token stream, and splits.
 
-A dataset has a length and `batch(ids)`, one vectorized gather from the memory-mapped file. No samples are kept in
-memory. It is also an ordinary map-style ``torch.utils.data`` dataset with a `collate` method. The held-out share is
-drawn by a keyed permutation, so a split of any size is two small objects instead of two lists.
+A dataset has a length and a method `batch(ids)`, which is one vectorized gather from the memory-mapped file. No samples
+are kept in memory. It is also an ordinary map-style ``torch.utils.data`` dataset with a `collate` method. The held-out
+share is drawn by a keyed permutation, so a split of any size is two small objects instead of two lists.
 
 Texts as separate samples, whole or cut into windows, are in `plimsoll.data.samples.texts`. Rows of whole texts
 without attention between them are in `plimsoll.data.samples.packing`. Batches are made in
@@ -86,7 +86,7 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]], ABC):
         return min(-(-longest // self.pad_multiple) * self.pad_multiple, self.sequence_length)
 
     def set_epoch(self, epoch: int) -> None:
-        """Select the augmentation of samples that are fetched one by one. Call this before each epoch."""
+        """Select the augmentation of samples that are fetched by index. Call this method before each epoch."""
         self.epoch = epoch
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
@@ -174,7 +174,7 @@ class WindowDataset(Samples):
 
 
 class Selection:
-    """Some samples of a dataset in some order: ``selection[positions]`` are their indices. No index list is stored."""
+    """Some samples of a dataset in some order. ``selection[positions]`` computes their indices in the dataset."""
 
     def __init__(self, order: Order | Unshuffled, start: int, stop: int) -> None:
         self._order, self._start, self._stop = order, start, stop
@@ -215,11 +215,11 @@ class Subset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return None if of_all is None else f"{of_all} {chosen}"
 
     def batch(self, ids: NDArray[np.int64], epoch: int = 0) -> dict[str, torch.Tensor]:
-        """Return the samples at these positions of the selection."""
+        """Return the samples at the positions ``ids`` of the selection."""
         return self._dataset.batch(self._ids[ids], epoch)
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of tokens of the samples at these positions of the selection."""
+        """Return the number of tokens of each sample at the positions ``ids`` of the selection."""
         return self._dataset.lengths(self._ids[ids])
 
     def padded_length(self, longest: int) -> int:
@@ -248,11 +248,11 @@ def split(num_samples: int, share: float, seed: int, is_drawn: bool = True) -> t
 
     Args:
         num_samples: the length of the dataset.
-        share: the fraction for validation, from 0 to less than 1. If it is positive, both sides have at least one
+        share: the fraction for validation, from 0 to less than 1. If it is positive, both selections have at least one
             sample.
         seed: a different seed draws different samples.
-        is_drawn: whether validation samples are drawn at random, and both sides are shuffled. Otherwise validation gets
-            the last samples, and the order is kept.
+        is_drawn: whether validation samples are drawn at random, and both selections are shuffled. Otherwise validation
+            gets the last samples, and the order is kept.
 
     Returns:
         the training selection, and the validation selection.

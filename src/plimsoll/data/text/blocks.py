@@ -1,9 +1,9 @@
 """Blocks of consecutive texts in bounded memory, for orders that are shuffled in blocks.
 
-A fully shuffled order over a file larger than memory reads a page of 4 KiB for every text, or more with read-ahead. An
-order that takes its texts from a few blocks at a time reads each block once, contiguously. The operating system is told
-about all blocks of a batch before the first block is read. This module does not create such an order; with any other
-order it reads a block for every text.
+A fully shuffled order over a file larger than memory reads a page of 4 KiB for every text, or more with read-ahead.
+With an order that takes its texts from a few blocks at a time, each block is read once, contiguously. The operating
+system is told about all blocks of a batch before the first block is read. Such orders come from
+`plimsoll.data.batches.order.BlockOrder`. With any other order, a block is read for every text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Readable(Protocol):
         ...
 
     def raw_runs(self, first: int, last: int) -> Iterator[tuple[int, bytes]]:
-        """Yield runs of consecutive texts: the offset in all files laid end to end, and the bytes."""
+        """Yield runs of consecutive texts: the offset of each run in all files laid end to end, and its bytes."""
         ...
 
     def announce(self, first: int, last: int) -> None:
@@ -72,7 +72,7 @@ class Blocks:
         return number * self._per_block, min((number + 1) * self._per_block, len(self._corpus))
 
     def _read(self, number: int, text: int) -> Runs:
-        """Return the bytes of a block and cache them; if the block is too large to cache, return only the text."""
+        """Return the bytes of a block, and cache them. If the block is too large to cache, return only ``text``."""
         first, last = self._range(number)
         if self._corpus.byte_lengths(np.arange(first, last)).sum() > self.cache_bytes // 2:
             return _listed(self._corpus.raw_runs(text, text + 1))

@@ -1,8 +1,8 @@
 """Conversion of files that cannot be indexed: compressed files, archives, lists of JSON objects, tables and data sets.
 
-Each is converted once, into a folder of the cache. A compressed file becomes its content, and an archive its files. A
-list of JSON objects becomes JSON lines, and a table becomes a store of `plimsoll.data.formats.packed`. All conversions
-stream, so memory is bounded. An interrupted conversion leaves no files.
+Each source is converted once, into a folder of the cache. A compressed file becomes its content, and an archive its
+files. A list of JSON objects becomes JSON lines, and a table becomes a store of `plimsoll.data.formats.packed`. All
+conversions stream, so memory is bounded. An interrupted conversion leaves no files.
 
 The name of a file determines its format; for compressed files, the name without ``.gz`` or similar
 (`plimsoll.data.text.unpack`). Other sources are a `datasets.Dataset`, a folder written by its ``save_to_disk``, and
@@ -72,7 +72,7 @@ class PlainFile(NamedTuple):
 class PlainFiles(NamedTuple):
     """The files that can be indexed, and the names of the files left out, each with the reason.
 
-    ``num_hidden`` counts hidden files and folders.
+    ``num_hidden`` counts the hidden files and folders, which are not read.
     """
 
     files: list[PlainFile]
@@ -81,7 +81,7 @@ class PlainFiles(NamedTuple):
 
 
 def plain_files(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress) -> PlainFiles:
-    """Return the files of all sources sorted by path, then the data sets; convert them if necessary.
+    """Return the files of all sources sorted by path, then the data sets, all converted if necessary.
 
     Args:
         sources: paths, globs, addresses and data sets.
@@ -122,16 +122,16 @@ class _Report:
         self._shown_bytes = 0
 
     def show(self, done_bytes: int) -> None:
-        """Report the bytes of the current file that are converted; the shown total never decreases."""
+        """Report how many bytes of the current file are converted. The shown total never decreases."""
         self._shown_bytes = max(self._shown_bytes, min(self._before_bytes + done_bytes, self._total_bytes))
         self._progress("convert", self._shown_bytes, self._total_bytes)
 
     def copied(self, num_bytes: int) -> None:
-        """Report the copied bytes of the current remote file."""
+        """Report how many bytes of the current remote file are copied."""
         self._progress("copy", min(self._before_bytes + num_bytes, self._total_bytes), self._total_bytes)
 
     def end(self, file: SourceFile) -> None:
-        """Continue with the next file."""
+        """Count the current file as converted, and continue with the next file."""
         self._before_bytes += file.num_bytes
 
 
@@ -141,7 +141,7 @@ def format_of(path: str) -> str:
 
 
 def is_converted(path: str) -> bool:
-    """Return whether a file of this name is converted first, so that a range of its bytes is meaningless."""
+    """Return whether a file of this name is converted first, because its texts cannot be read in place."""
     return uncompressed(path) != path or is_archive(path) or format_of(path) in {*_TABLES, "json"}
 
 
@@ -161,7 +161,7 @@ class _Converting:
         self._reading, self._cache, self.report, self._left_out = reading, cache, report, left_out
 
     def plain(self, file: SourceFile, name: str) -> list[PlainFile]:
-        """Return the files to index for a file or its content; ``name`` is its name for messages."""
+        """Return the files to index: the file itself, or the files converted from it. Messages call it ``name``."""
         form = format_of(name)
         if not file.num_bytes or not (self._reading.is_tagged or is_converted(name)):
             return [PlainFile(name, file.path, file.num_bytes, file.mtime_ns, file.named, form)]
@@ -180,7 +180,7 @@ class _Converting:
         return [_as_plain(name, path, file.named, _form_of_store(self._reading), facts)]
 
     def _lines(self, file: SourceFile, name: str) -> SourceFile:
-        """Return the JSON lines of a file: the file itself, or a converted file."""
+        """Return the file with the objects of ``file`` as JSON lines: ``file`` itself, or a converted file."""
         os.close(descriptor_of(file.path, self.report.copied))
         if are_lines(read_head(file.path, HEAD_BYTES)):
             return file
@@ -191,13 +191,13 @@ class _Converting:
     def _made(
         self, kind: str, source: SourceFile, name: str, write: Callable[[Path], Facts], asked: tuple[Any, ...] = ()
     ) -> SourceFile:
-        """Return the converted file for another file, and write it first if it is not cached."""
+        """Return the file ``name`` converted from ``source`` by ``write``, from the cache or written now."""
         folder = self._cache / f"{kind}-{_hash([*_states(source), *asked])}"
         stored(folder, write)
         return _source(folder / name, source.named)
 
     def _members(self, file: SourceFile, name: str) -> list[PlainFile]:
-        """Return the files to index of an archive."""
+        """Return the files to index that an archive contains."""
         folder = self._cache / f"archive-{_hash(_states(file))}"
         facts = stored(folder, partial(self._unpack, source=file, called=name))
         self._left_out |= {f"{name}/{inner}": why for inner, why in facts["left_out"]}
@@ -215,7 +215,7 @@ class _Converting:
         return {}
 
     def _unpack(self, folder: Path, source: SourceFile, called: str) -> Facts:
-        """Write the files of an archive; return their names in it, and the names under which they are stored."""
+        """Write the files of an archive into ``folder``. Return their names in the archive and in the folder."""
         members: list[tuple[str, str]] = []
         left_out: list[tuple[str, str]] = []
         _require_whole(source.path)
@@ -244,7 +244,7 @@ class _Converting:
         return {}
 
     def _write(self, path: Path, chunks: Iterator[bytes], source: SourceFile, file: IO[bytes]) -> None:
-        """Write chunks of a source into a file, and fail early if the disk is likely to be too small."""
+        """Write the converted chunks of a source into a file. Raise early if they are unlikely to fit on the disk."""
         with path.open("wb") as plain:
             for chunk in chunks:
                 plain.write(chunk)
@@ -302,7 +302,7 @@ def _as_plain(name: str, path: str, is_named: bool, form: str, facts: Facts) -> 
 
 
 def _asked(reading: Reading) -> tuple[Any, ...]:
-    """Return the options of reading that determine the conversion of a table."""
+    """Return the fields of ``reading`` that determine the conversion of a table."""
     asked = (reading.columns, reading.label, reading.on_error, reading.max_text_bytes)
     return (*asked, "tagged") if reading.is_tagged else asked
 

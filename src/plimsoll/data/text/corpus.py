@@ -44,14 +44,16 @@ class Corpus:
 
     Attributes:
         folder: the store that holds the index.
-        num_bytes: the size of all texts in their files (converted files: in the store), with line ends and quoting.
-        key: a hash of the content, independent of its location: equal files that are read alike have equal keys.
+        num_bytes: the size of all texts, line ends and quoting included, as stored in their files or, if converted, in
+            the store.
+        key: a hash of the content, independent of the location of the files: equal files read by the same rules have
+            equal keys.
         skipped: the first 100 rows and files that were left out, with the reason; ``num_skipped`` is their total
             number.
         num_hidden: the number of hidden files and folders that were found and not read; 0 if only the index was opened.
-        left_out: the files without a text.
+        left_out: the files that contain no text.
         label_names: the names of the classes, if a label column was requested.
-        labels: the class index of each text (memory-mapped), or ``None``.
+        labels: the class index of each text (memory-mapped); ``None`` if no label column was requested.
         tag_counts: the number of occurrences of each tag, in the order of the names, if words have tags.
     """
 
@@ -96,7 +98,7 @@ class Corpus:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files that hold at least one text, in order; converted files by their original names."""
+        """The files that hold at least one text, in order. Converted files have their original names."""
         return tuple(map(Path, self._paths))
 
     @property
@@ -105,7 +107,7 @@ class Corpus:
         return np.diff(self._first_texts)
 
     def texts(self, ids: NDArray[np.int64]) -> list[str]:
-        """Return texts by their indices; consecutive texts are read at once.
+        """Return texts by their indices. Consecutive texts are read at once.
 
         Args:
             ids: the indices of the texts (B,), int64.
@@ -137,7 +139,7 @@ class Corpus:
             yield place, self._read(file, place, self._span(end - 1)[2])
 
     def _scattered(self, ids: NDArray[np.int64]) -> list[str]:
-        """Return texts that are each read separately or taken from their block."""
+        """Return texts by their indices, each read separately or taken from its cached block."""
         begins, ends, files = self._spans(ids)
         if files is None:
             return self._decoded(0, self._raws(0, ids, begins, ends))
@@ -175,8 +177,8 @@ class Corpus:
     def with_blocks(self, cache_bytes: int = 32 << 20) -> Corpus:
         """Return a corpus that caches whole blocks of texts, up to ``cache_bytes`` bytes.
 
-        A block is `texts_per_block` consecutive texts, about 64 KiB, read at once. Use it for orders
-        that take texts from few blocks at a time; any other order reads far too much.
+        A block is `texts_per_block` consecutive texts, about 64 KiB, read at once. Use such a corpus for orders that
+        take texts from few blocks at a time. With any other order it reads far too much.
         """
         return Corpus(self.folder, self._facts, cache_bytes)
 
@@ -195,10 +197,10 @@ class Corpus:
         """Yield the texts in order, split into pieces of at most 64 KiB, each with whether it is the last of its text.
 
         A piece ends before a space that follows a visible character, if its last 4 KiB contain one. Common
-        pre-tokenizers (byte-level BPE from GPT-2 to Llama 3, WordPiece) never join the two sides of such a place. So
-        the tokens of the pieces are the tokens of the text. Tokens can differ at a cut in texts without such spaces.
-        They can also differ with SentencePiece-like tokenizers that put a space before each input: about one token in
-        16,000.
+        pre-tokenizers (byte-level BPE from GPT-2 to Llama 3, WordPiece) never make a token from both sides of such a
+        cut. So the tokens of the pieces are the tokens of the text. Tokens can differ at a cut in texts without such
+        spaces. They can also differ with SentencePiece-like tokenizers that put a space before each input: about one
+        token in 16,000.
         """
         for file, first, last in self._runs(first_text, len(self)):
             _, begin, end = self._span(first)
@@ -214,7 +216,7 @@ class Corpus:
     def sample(self, max_bytes: int) -> Iterator[str]:
         """Yield texts of about ``max_bytes`` bytes at most: all texts, or the texts in evenly spaced slices of 32 KiB.
 
-        A document of plain text is cut to its part in the slice; other texts are taken whole if they begin in the
+        A document of plain text is cut to its part in the slice. Other texts are taken whole if they begin in the
         slice. A character cut at the edge of a slice is left out.
         """
         total_bytes = int(self._begins[-1])
@@ -254,7 +256,7 @@ class Corpus:
         return np.searchsorted(self._first_texts, ids, "right") - 1
 
     def _span(self, number: int) -> tuple[int, int, int]:
-        """Return the file of a text and its span in all files laid end to end."""
+        """Return the file index of a text, and the begin and end of the text in all files laid end to end."""
         file = self._file_of(number) if len(self._paths) > 1 else 0
         begin, end = int(self._begins[number]), min(int(self._begins[number + 1]), int(self._file_ends[file]))
         if len(self._gaps):
@@ -264,7 +266,7 @@ class Corpus:
         return file, begin, end
 
     def _spans(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]:
-        """Return the spans of texts in all files laid end to end, and their files (``None``: there is only one)."""
+        """Return the spans of texts in all files laid end to end, and their file indices (``None``: one file only)."""
         begins, ends, files = self._begins[ids], self._begins[ids + 1], None
         if len(self._paths) > 1:
             files = self._files_of(ids)
@@ -308,7 +310,7 @@ class Corpus:
             raise self._changed(file, error) from None
 
     def _changed(self, file: int, error: ValueError) -> DataError:
-        """Return the error that a text has changed, and discard the index and the converted file."""
+        """Return the error for a text that has changed since it was indexed; discard the index and converted file."""
         discard(self.folder)
         if str(file) in self._facts["stored"]:
             discard(Path(self._facts["stored"][str(file)]).parent)
@@ -358,6 +360,6 @@ def _cut(raw: bytes) -> Iterator[tuple[str, bool]]:
 
 
 def _last_border(raw: bytes) -> int:
-    """Return the length at which to cut a part of a text: after the last word, or else the last whole character."""
+    """Return the length to which to cut a part of a text: up to the last word, or else the last whole character."""
     borders = [match.end() for match in _WORD_BORDER.finditer(raw, max(len(raw) - _BORDER_WINDOW_BYTES, 0))]
     return borders[-1] if borders else codecs.utf_8_decode(raw, "strict", False)[1]

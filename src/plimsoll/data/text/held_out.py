@@ -1,9 +1,9 @@
 """Held-out texts, the training texts and held-out texts as separate streams, and texts that occur in both.
 
 Whole texts are held out: random texts, or the last texts. If texts are stored end to end, the texts of each side
-(training or held-out) form a stream: `ChosenTexts` provides its tokens. It uses a memory-mapped table of their places
-in the store (16 bytes per run of neighbouring texts, and 8 bytes per text). A text that occurs literally on both sides
-is found by a hash of its characters. Not handled: nearly identical texts.
+(training or held-out) form a stream: `ChosenTexts` provides its tokens. The places of these texts in the store are in
+memory-mapped tables: 16 bytes per run of neighbouring texts, and 8 bytes per text. A text that occurs literally on both
+sides is found by a hash of its characters. Not handled: nearly identical texts.
 
 Shapes: D texts, N tokens, R runs of neighbouring texts.
 """
@@ -39,11 +39,11 @@ _MOST_COMPARED = 1 << 20  # held-out texts; 8 MiB of hashes
 
 
 def num_held_out(num_samples: int, share: float) -> int:
-    """Return the number of samples in a share: at least 1 if the share is above 0, and at least 1 sample is left.
+    """Return the number of samples to hold out: at least 1 if ``share`` is above 0, and at most all but 1.
 
     Args:
         num_samples: the number of all samples.
-        share: the share to hold out, from 0 to 1.
+        share: the fraction of the samples to hold out, from 0 to 1.
 
     Raises:
         DataError: if a share is to be held out of fewer than 2 samples.
@@ -57,7 +57,7 @@ def num_held_out(num_samples: int, share: float) -> int:
 
 
 class Side(NamedTuple):
-    """The training texts or the held-out texts: a cache name of the choice, a predicate, and the number of texts."""
+    """The training or the held-out texts: a name for cache keys, a test of text indices, and the number of texts."""
 
     name: str
     is_chosen: IsChosen
@@ -65,11 +65,11 @@ class Side(NamedTuple):
 
 
 def sides(num_texts: int, share: float, seed: int, is_drawn: bool = True) -> tuple[Side, Side]:
-    """Return the training texts and the held-out texts, as in `plimsoll.data.samples.windows.split`.
+    """Return the training and the held-out texts, chosen as by `plimsoll.data.samples.windows.split`.
 
     Args:
         num_texts: the number of all texts.
-        share: the share to hold out, more than 0.
+        share: the fraction of the texts to hold out, more than 0.
         seed: the seed of the random choice.
         is_drawn: whether held-out texts are drawn at random; otherwise they are the last texts.
 
@@ -130,7 +130,7 @@ class _Joined:
 
 @kept
 def choose_texts(store: TokenStore, name: str, is_chosen: IsChosen) -> Store[ChosenTexts]:
-    """Select some texts of a store as one stream; the selection is cached next to the store.
+    """Return some texts of a store as one stream, from the cache folder that holds ``store``, or selected now.
 
     Args:
         store: the tokens of all texts.
@@ -169,7 +169,7 @@ def signatures(corpus: Corpus) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
     """Yield the indices of texts and a hash of the characters of each text, in order.
 
     White space around a text is ignored (a file ends with a newline, a row does not), and blank texts are left out.
-    Memory: a piece of a text (`Corpus.pieces`), and the white space before it.
+    The memory needed is one piece of a text (`Corpus.pieces`) and the white space before it.
     """
     texts, hashes, number = array("q"), array("Q"), 0
     hasher, white = xxhash.xxh3_64(), ""
@@ -197,7 +197,7 @@ def signatures(corpus: Corpus) -> Iterator[tuple[Ints, NDArray[np.uint64]]]:
 def num_on_both_sides(
     held: Iterable[tuple[Ints, NDArray[np.uint64]]], trained: Iterable[tuple[Ints, NDArray[np.uint64]]]
 ) -> int:
-    """Return how many held-out texts are also training texts; at most the first million held-out texts are checked.
+    """Return how many of the first million held-out texts are also training texts.
 
     Args:
         held: the indices and hashes of held-out texts.
@@ -215,11 +215,11 @@ def num_on_both_sides(
 
 @kept
 def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) -> Store[int]:
-    """Count the held-out texts of a job that are also training texts; the result is cached.
+    """Return the number of held-out texts of a job that are also training texts, from the cache or counted now.
 
     Args:
         corpus: the training texts, of which a share is held out if ``other`` is ``None``.
-        job: the job, which defines the share and its choice.
+        job: the job, which defines the share and how the held-out texts are chosen.
         other: the validation texts, if they have separate files.
         cache: the folder for the result.
 
@@ -241,7 +241,7 @@ def num_repeated(corpus: Corpus, job: Job, other: Corpus | None, cache: Path) ->
 
 
 def said_of_repeated(num_texts: int) -> Iterator[str]:
-    """Yield a message if held-out texts are also training texts."""
+    """Yield a message that ``num_texts`` held-out texts are also training texts, if there are any."""
     if num_texts:
         are = "is a training text" if num_texts == 1 else "are training texts"
         yield f"{num_texts:,} of the held-out texts {are}, too, word for word: metrics on them measure memorization"
@@ -274,7 +274,7 @@ def refuse_same_files(train: Corpus, validation: Corpus) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int] | str:
-    """Return the identity of a file, which does not depend on its name if the file exists."""
+    """Return the device and inode of a file, or its path as a string if it does not exist."""
     try:
         status = path.stat()
     except OSError:  # a remote file, or a name that is not a path

@@ -3,7 +3,7 @@
 Every file is read once, in parallel: it is checked, hashed and split into texts. The beginnings of the texts are
 written to the index (8 bytes per text, memory-mapped; see `plimsoll.data.text.index_rows`). The texts stay in their
 files. The index is valid for the paths, sizes, times (of modification and of inode change) and a sample of the content
-of the files. If one of these differs, a new index is built. Memory: about 500 bytes per file, nothing per text.
+of the files. If any of these differs, a new index is built. Memory: about 500 bytes per file, nothing per text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from plimsoll.records.units import format_bytes
 
 @kept
 def open_corpus(sources: Sequence[Any], reading: Reading, cache: Path, progress: Progress = silent) -> Store[Corpus]:
-    """Open the texts of files, folders, globs and data sets; index them on first use, or if a file has changed.
+    """Open the texts of files, folders, globs and data sets. They are indexed first if new or changed.
 
     Args:
         sources: files, folders and globs (`plimsoll.data.text.sources`), and data sets (`plimsoll.data.text.convert`).
@@ -104,7 +104,7 @@ def _write_index(  # noqa: PLR0917 -- the inputs and the options of an index
 
 
 class _Writing:
-    """An index being written: the files in it, and a hash of their content."""
+    """The writer of an index. It records the indexed files and a hash of their content."""
 
     def __init__(self, rows: Rows, reading: Reading, progress: Progress) -> None:
         self._rows, self._reading, self._progress = rows, reading, progress
@@ -116,7 +116,7 @@ class _Writing:
         self.is_blank, self.num_refused, self.num_only_header = True, 0, 0
 
     def write(self, files: list[PlainFile]) -> Facts:
-        """Scan the files; return the facts of the index."""
+        """Scan the files, write the index, and return the metadata to store with it."""
         looked = [one for file in files if (one := self._look(file)) is not None]
         total_bytes, done_bytes, waiting = sum(one.file.num_bytes for one in looked), 0, iter(looked)
         scanned = (self._at_hand(one, total_bytes) for one in looked)
@@ -146,7 +146,7 @@ class _Writing:
         return self._facts()
 
     def _at_hand(self, looked: _Looked, total_bytes: int) -> Scanned:
-        """Copy a remote file in this process, which can show the progress; scanning processes cannot."""
+        """Return the file to scan. A remote file is first copied here, because only this process can show progress."""
         file = looked.file
 
         def told(num_bytes: int) -> None:
@@ -214,7 +214,7 @@ class _Writing:
 
 
 def _summary(whole_files: list[tuple[str, int, str]]) -> Facts:
-    """Return the number, bytes and first fault of the text files that are left out as a whole, or an empty dict."""
+    """Return the number, size and first fault of the text files left out as a whole; an empty dict if none is."""
     if not whole_files:
         return {}
     name, _, why = whole_files[0]

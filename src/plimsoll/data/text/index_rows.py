@@ -37,11 +37,11 @@ _WHITE = {"line": b"\r\n", "paragraph": bytes(range(33)), "document": b"\r\n"}
 
 
 class FileFault(Exception):
-    """A file of plain text, found in a folder or by a pattern, is not text: it is left out."""
+    """A file found in a folder or by a pattern, and read as plain text, is not text; the file is left out."""
 
 
 class Source(NamedTuple):
-    """A file with its name for messages, and how its faults are handled."""
+    """A file to index: its name for messages, whether a fault leaves it out as a whole, its layout and its size."""
 
     name: str
     is_optional: bool  # if it is not text, it is left out without an error
@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
 
 class Rows:
-    """The index while it is written."""
+    """A writer of the index, to which files and their scanned parts are added in order."""
 
     def __init__(self, folder: Path, reading: Reading) -> None:
         self._begins = (folder / BEGINS_FILE).open("wb")
@@ -117,7 +117,7 @@ class Rows:
         self._write(part.path, starts, dropped, codes)
 
     def end(self, path: str) -> int:
-        """End the file; return the number of its texts."""
+        """End the current file, and return the number of its texts."""
         starts, dropped = np.append(self._starts, self._source.num_bytes), np.append(self._is_dropped, True)
         self._write(path, starts, dropped, np.append(self._last_codes, np.uint32(0)))
         num_texts = self._num_texts - self._first_text
@@ -141,7 +141,7 @@ class Rows:
             self.skipped.append(f"{name}: {why}")
 
     def finish(self) -> list[str]:
-        """Write the end of the index; return the names of the classes."""
+        """Write the end of the index, and return the names of the classes."""
         self._begins.write(np.int64(self._base_bytes).tobytes())
         self._begins.flush()
         return self._sort_labels()
@@ -160,7 +160,7 @@ class Rows:
         )
 
     def _check_lengths(self, path: str, starts: NDArray[np.int64], dropped: NDArray[np.bool_]) -> dict[int, int]:
-        """Drop texts that are too long; return the ends of texts followed by more than 1 MiB of blank lines."""
+        """Drop texts that are too long. Return the ends of texts before more than 1 MiB of blank lines."""
         ends: dict[int, int] = {}
         if self._source.layout.format in _CONVERTED or self._is_document():
             return ends
@@ -179,7 +179,7 @@ class Rows:
         return ends
 
     def _is_shown(self) -> bool:
-        """Return whether the next fault is shown; for other faults, determining the line is not worth the time."""
+        """Return whether the next fault will be listed, so that determining its line is worth the time."""
         return self._reading.on_error == "stop" or len(self.skipped) < MOST_SKIPPED_LISTED
 
     def _is_document(self) -> bool:
@@ -188,7 +188,7 @@ class Rows:
     def _write(
         self, path: str, starts: NDArray[np.int64], dropped: NDArray[np.bool_], codes: NDArray[np.uint32] | None
     ) -> None:
-        """Write all texts but the last, which may extend into the next part."""
+        """Write the beginnings and classes of all texts but the last, which may extend into the next part."""
         ends = self._check_lengths(path, starts, dropped)
         kept: Any = ~dropped[:-1] if dropped[:-1].any() else slice(None)
         if ends or not isinstance(kept, slice):
@@ -253,7 +253,7 @@ def sorted_names(names: list[Any]) -> list[str]:
 
 
 def _line_of(path: str, place: int) -> int:
-    """Return the line of a byte in a file, counted from 0."""
+    """Return the line of the byte at offset ``place`` in a file, counted from 0."""
     num_lines, step_bytes = 0, 1 << 20
     with opened(path) as descriptor:
         for begin in range(0, place, step_bytes):

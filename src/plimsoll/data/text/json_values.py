@@ -1,8 +1,8 @@
 """Conversion of JSON files to JSON lines: files with a list of objects, or with several objects in sequence.
 
 The list may be a field of the single object of a file, if it is the only list of objects in it. Other objects are
-refused with a remedy, so that no content is left out silently. Examples are objects with several lists,
-objects of columns, and rows that contain a list.
+refused with a remedy, so that no content is left out silently. Examples are objects with several lists, objects with
+one list per column, and rows that contain a list.
 
 An object keeps the number of the line in which it begins, so that line numbers in messages are correct. If several
 objects begin in one line, each gets its own line. Memory: the longest object. Not handled: lists deeper in an object.
@@ -39,7 +39,7 @@ def are_lines(head: bytes) -> bool:
 
 
 class Field(NamedTuple):
-    """The value of a field in words, the number of objects in its list, and the field names of the first object."""
+    """A field: its value in words; if the value is a list, its number of objects, and the field names of the first."""
 
     kind: str
     is_nested: bool  # it is a list or an object
@@ -48,7 +48,7 @@ class Field(NamedTuple):
 
 
 def fields_of_object(chunks: Iterator[bytes], most_bytes: int) -> dict[str, Field] | None:
-    """Return the fields of the single object of a file; ``None`` if the file holds anything else.
+    """Return the fields of the single object of a file; ``None`` if the file does not hold exactly one object.
 
     Args:
         chunks: the bytes of the file.
@@ -117,7 +117,7 @@ def json_lines(chunks: Iterator[bytes], most_bytes: int, field: str | None = Non
 
 
 class _Reading:
-    """The part of a file that is in memory, and the position in it."""
+    """A reader of JSON values. It holds the part of the file that is in memory, and the position in it."""
 
     def __init__(self, chunks: Iterator[bytes], most_bytes: int) -> None:
         self._chunks, self._most_bytes = chunks, most_bytes
@@ -139,12 +139,12 @@ class _Reading:
                 return ""
 
     def rest(self) -> Iterator[None]:
-        """Yield at each value up to the end of the file; the caller moves past the value."""
+        """Stop at each value up to the end of the file, and yield. The caller moves past the value."""
         while self.next_character():
             yield
 
     def items(self, end: str) -> Iterator[None]:
-        """Yield at each item of the list or object that starts here and ends with ``end``; the caller skips it."""
+        """Stop at each item of the list or object that starts here, and yield. The caller moves past the item."""
         whole, item = ("list", "an object") if end == "]" else ("object", "a field")
         self.at += 1
         while (character := self.next_character()) != end:
@@ -161,7 +161,7 @@ class _Reading:
         self.at += 1
 
     def names(self) -> Iterator[str]:
-        """Yield the name of each field of the object that begins here; the caller moves past the value."""
+        """Yield the name of each field of the object that begins here. The caller moves past the value of the field."""
         for _ in self.items("}"):
             name = self.value()[1] if self.next_character() == '"' else None
             if name is None or self.next_character() != ":":
@@ -195,7 +195,7 @@ class _Reading:
         return DataError(f"line {self.line + 1}: it is not a list of JSON objects ({why}): correct it")
 
     def _more(self) -> bool:
-        """Read at least a chunk, and at least as much as is unread in memory; return whether anything was read."""
+        """Read at least one chunk, and as many bytes as are unread in memory. Return whether anything was read."""
         if self._is_whole:
             return False
         raw, num_bytes = b"", len(self._text) - self.at
@@ -216,7 +216,7 @@ def field_of_rows(chunks: Iterator[bytes], reading: Reading) -> str | None:
 
     Args:
         chunks: the bytes of the file.
-        reading: the requested columns, which decide whether the object is the row.
+        reading: the requested columns, by which a row is recognized.
 
     Raises:
         DataError: if it is ambiguous which field holds the rows; the message does not name the file.

@@ -23,7 +23,7 @@ _MOST_OPEN = 64
 
 
 class OpenFiles:
-    """Reader of files by file number and offset; it never uses a file position, which forked processes would share."""
+    """Reader of files by file index and offset. It uses no file position, which forked processes would share."""
 
     def __init__(self, facts: Facts, is_random: bool) -> None:
         self._facts, self._is_random = facts, is_random
@@ -32,7 +32,7 @@ class OpenFiles:
         weakref.finalize(self, _close_all, self._descriptors)  # __del__ may run after the interpreter has shut down
 
     def _require(self, file: int, places: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Verify the checksums of the stretches to be read, if the file is a converted file in the cache."""
+        """Verify the checksums of the byte ranges to be read, if the file is a converted file in the cache."""
         if str(file) not in self._facts["stored"]:
             return
         if file not in self._blocks:
@@ -42,7 +42,7 @@ class OpenFiles:
             blocks.require(places, places + sizes)
 
     def path(self, file: int) -> str:
-        """Return the path of the file that holds the bytes."""
+        """Return the path of the file with the index ``file``: the converted file, if it was converted."""
         path: str = self._facts["stored"].get(str(file), self._facts["paths"][file])
         return path
 
@@ -56,7 +56,7 @@ class OpenFiles:
         return raw
 
     def read_many(self, file: int, places: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[bytes]:
-        """Return several stretches of a file, given their offsets ``places`` and their sizes in bytes."""
+        """Return several byte ranges of a file, given their offsets ``places`` and their sizes in bytes."""
         descriptor, pread = self.descriptor(file), os.pread
         self._require(file, places, sizes)
         spans = zip(sizes.tolist(), places.tolist(), strict=True)

@@ -2,8 +2,8 @@
 
 A part has 2 MiB on any machine, so that the digests of a file do not depend on the number of cores. A task is several
 parts, possibly of several small files. From 16 MiB on, forked processes scan, because threads would wait for the GIL.
-Only a few tasks are in flight, so the memory needed does not depend on the files. Holes of sparse files are not read,
-because they are NUL bytes.
+Only a few tasks are in flight, so the memory needed does not depend on the files. Holes of sparse files are not read:
+they are known to be NUL bytes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def scan_files(
 
 
 class _Scanners:
-    """Scanning processes; threads instead if there is little data, or a process cannot be started or was killed."""
+    """A pool of scanning processes, or of threads if there is little data or processes cannot run."""
 
     def __init__(self, stack: ExitStack, num_bytes: int) -> None:
         self.number = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
@@ -96,7 +96,7 @@ class _Scanners:
         return self.threads.submit(_scan_all, parts)
 
     def result(self, parts: list[Part], future: Future[list[Found | DataError]]) -> list[Found | DataError]:
-        """Wait for the results of some parts."""
+        """Wait for the results of scanning ``parts``, and return them."""
         try:
             return future.result()
         except BrokenProcessPool:

@@ -1,9 +1,9 @@
 """Reading of sentences with tagged words, and writing of them to `plimsoll.data.formats.tagged`.
 
-Supported are JSON lines and tables (parquet, Arrow, `datasets`) with a column of words and a column of tags, each a
-list. Files in CoNLL format have a word per line, its tag in the last column, and an empty line between sentences. Tags
-are names, or whole numbers with names in a ``ClassLabel`` of `datasets`; -100 means no tag. Memory: one sentence, or
-one batch of rows. Not handled: csv, several tags per word, and token ranges and empty nodes of CoNLL-U.
+The supported formats are JSON lines and tables (parquet, Arrow, `datasets`) with a column of words and a column of
+tags, each a list. Files in CoNLL format have a word per line, its tag in the last column, and an empty line between
+sentences. Tags are names, or whole numbers with names in a ``ClassLabel`` of `datasets`; -100 means no tag. Memory: one
+sentence, or one batch of rows. Not handled: csv, several tags per word, and token ranges and empty nodes of CoNLL-U.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _FLUSH_BYTES, _HEAD_BYTES = 1 << 20, 8 << 10
 
 
 class Sentence(NamedTuple):
-    """Words and their tags, their place in the source, and the bytes of the source read so far.
+    """The words of a sentence, their tags, the place in the source, and the bytes of the source read so far.
 
-    ``why`` is the reason if the sentence is faulty.
+    ``why`` is the reason why the sentence is faulty; ``None`` if it is not.
     """
 
     place: str
@@ -50,7 +50,7 @@ class Sentence(NamedTuple):
 def pack_sentences(
     folder: Path, sentences: Iterator[Sentence], name: str, reading: Reading, show: Callable[[int], None]
 ) -> Facts:
-    """Write sentences that are not empty into a store; return the count of each tag, and the skipped sentences.
+    """Write the non-empty sentences into a store. Return the count of each tag, and the skipped sentences.
 
     Args:
         folder: the folder of the store.
@@ -90,7 +90,7 @@ class _Packing:
         self.skipped: list[str] = []
 
     def add(self, sentence: Sentence) -> None:
-        """Add a sentence, or handle its fault."""
+        """Add a sentence to the bytes to write. A faulty sentence is skipped and counted, or raised."""
         raw, why = b"", sentence.why or _mismatch(sentence)
         if why is None and sentence.words:
             try:
@@ -176,7 +176,7 @@ def _has_tabs(head: bytes) -> bool:
 
 
 class _Conll:
-    """The sentence that is being read."""
+    """The sentence that is being read from a CoNLL file, to which lines are added."""
 
     def __init__(self, reading: Reading, has_tabs: bool) -> None:
         self._word_column, self._tag_column = _column(reading.text, 0), _column(reading.label, -1)
@@ -191,7 +191,7 @@ class _Conll:
         self._tags: list[str] = []
 
     def add(self, raw: bytes, number: int) -> None:
-        """Add a line with a word."""
+        """Add a line with a word and its tag to the sentence. ``number`` is the number of the line in the file."""
         if not self._words and self._why is None:
             self._begin(number)
         self._num_bytes += len(raw)
@@ -204,7 +204,7 @@ class _Conll:
                 self._number = number  # report the faulty line instead of the sentence's first line
 
     def ended(self, done_bytes: int) -> Iterator[Sentence]:
-        """Yield the sentence, if it has any line."""
+        """Yield the sentence that has been read, if it has any line, and start the next one."""
         if self._words or self._why is not None:
             yield Sentence(f"line {self._number}", self._words, self._tags, done_bytes, self._why)
         self._begin(0)
@@ -293,7 +293,7 @@ def _parsed(raw: bytes, most_bytes: int) -> dict[str, Any] | str:
 
 
 def table_sentences(table: Table, reading: Reading) -> Iterator[Sentence]:
-    """Yield the rows of a table.
+    """Yield the rows of a table as sentences.
 
     Raises:
         DataError: if the columns of the words and tags are ambiguous, or do not hold lists.
@@ -321,7 +321,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _class_names(schema: Any, column: str) -> Sequence[str] | None:
-    """Return the names of numbered tags, which `datasets` stores in the schema of its files, or ``None``."""
+    """Return the names of numbered tags that `datasets` stores in a file's schema; ``None`` if it has no names."""
     metadata = (schema.metadata or {}).get(_HUGGING_FACE)
     features = json.loads(metadata).get("info", {}).get("features", {}) if metadata else {}
     names = features.get(column, {}).get("feature", {}).get("names")

@@ -33,7 +33,7 @@ _KINDS = (
 
 
 class SourceFile(NamedTuple):
-    """A file to read; ``named`` if the user gave this very path, so that a fault in it is an error and not skipped."""
+    """A file to read. ``named``: the user gave this very path, so a fault in the file is an error, not skipped."""
 
     path: str
     num_bytes: int
@@ -55,12 +55,12 @@ class SourceFiles(NamedTuple):
 def find_files(sources: tuple[str, ...], copies: Path | None = None, skips: bool = False) -> SourceFiles:
     """Return the regular files of the sources, by absolute path, sorted by path.
 
-    The path of a remote file is the path of its present or future copy below ``copies``; without ``copies`` it is its
+    A remote file has the path of its present or future copy below ``copies``. Without ``copies``, its path is its
     address.
 
     Args:
         sources: files, folders, globs and addresses.
-        copies: the folder of copies.
+        copies: the folder for copies of remote files; ``None`` if the files will not be read.
         skips: whether a folder that cannot be listed is left out and reported; otherwise it is an error.
 
     Raises:
@@ -143,7 +143,7 @@ class _Search:
                 yield from self._expanded(path, rest)
 
     def _folders(self, top: str) -> Iterator[str]:
-        """Yield a folder and all folders below it, each once; linked folders come last."""
+        """Yield a folder and all folders below it, each once. Linked folders come last."""
         seen: dict[tuple[int, int], str] = {}
         waiting, linked = [top], list[str]()
         while waiting or linked:

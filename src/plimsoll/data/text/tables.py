@@ -2,8 +2,8 @@
 
 The text is one or several columns of strings. The label is a column of strings, whole numbers or booleans;
 ``ClassLabel`` columns give the names of their classes. Memory: one batch of rows. Not handled: nested columns, and
-streaming data sets. The functions of `datasets` used here are public, except ``Dataset._fingerprint``. Transforms of
-that library use it for the same purpose: it identifies the content and its transformations.
+streaming data sets. The functions of `datasets` used here are public, except ``Dataset._fingerprint``, which identifies
+the content of a data set and its transformations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Batch = tuple[Any, int]  # a pyarrow.RecordBatch or Table, and the bytes of the 
 class Table(NamedTuple):
     """A table that can be read once with ``batches(columns)``.
 
-    ``class_names`` holds the names of the classes for columns of class indices.
+    ``class_names`` maps each column of class indices to the names of its classes.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Table(NamedTuple):
 
 @contextmanager
 def open_parquet(path: str, name: str) -> Iterator[Table]:
-    """Open a parquet file; at most one batch of rows and its pages are in memory."""
+    """Open a parquet file, of which at most one batch of rows and its pages are in memory."""
     num_bytes = Path(path).stat().st_size
     with _said(name), pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
         num_rows = max(file.metadata.num_rows, 1)
@@ -91,7 +91,7 @@ OPENERS = {"parquet": open_parquet, "arrow": open_arrow}  # by format
 
 @contextmanager
 def _said(name: str) -> Iterator[None]:
-    """Convert errors of Arrow to `DataError`."""
+    """Convert errors that Arrow raises inside the block to `DataError`."""
     try:
         yield
     except pyarrow.ArrowInvalid as error:
@@ -139,7 +139,7 @@ def load_dataset(source: Any) -> tuple[Any, str]:
 
 
 def open_dataset(dataset: Any, name: str) -> Table:
-    """Return a data set as a table; selected or shuffled rows keep their order."""
+    """Return a data set as a table. The order of selected or shuffled rows is kept."""
     num_rows, num_bytes = max(len(dataset), 1), max(dataset.data.nbytes, 1)
 
     def batches(columns: list[str]) -> Iterator[Batch]:
@@ -152,7 +152,7 @@ def open_dataset(dataset: Any, name: str) -> Table:
 
 
 def pack(folder: Path, table: Table, reading: Reading, show: Callable[[int], None]) -> Facts:
-    """Write the texts of a table and their classes into a store; return the skipped rows.
+    """Write the texts of a table and their classes into a store. Return the skipped rows.
 
     Args:
         folder: the folder of the store.
@@ -212,7 +212,7 @@ class _Rows(NamedTuple):
 
 
 class _Packing:
-    """The class names, counts and skipped rows so far."""
+    """The state of writing a store: the class names, counts and skipped rows so far."""
 
     def __init__(self, table: Table, reading: Reading) -> None:
         self._table, self._reading = table, reading
@@ -247,7 +247,7 @@ class _Packing:
         return _Rows(raw, ends, codes)
 
     def _codes(self, batch: Any, kept: NDArray[np.bool_]) -> NDArray[np.uint32]:
-        """Return the class of each row of a batch; rows without a class are faults."""
+        """Return the class code of each row of a batch. Rows without a class are faults."""
         label = self._reading.label
         if label is None:
             return np.zeros(len(kept), np.uint32)

@@ -1,7 +1,7 @@
 """Streaming decompression of files and archives: gzip, zstd, bzip2, xz, zip and tar, recognized by their names.
 
 Memory: 1 MiB, and the window of the format (for xz and zstd at most 128 MiB, otherwise the file is refused). Archives
-take about 500 more bytes per file in the archive. Not handled: encrypted archives, nested archives, and other formats.
+take about 500 bytes more per file in the archive. Not handled: encrypted archives, nested archives, and other formats.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _opened(suffix: str, compressed: IO[bytes]) -> Any:
 
 
 def _of_xz(compressed: IO[bytes]) -> Iterator[bytes]:
-    """Yield the content of the streams of an xz file; `lzma.open` has no memory limit."""
+    """Yield the content of an xz file with bounded memory, unlike `lzma.open`."""
     raw = compressed.read(_CHUNK_BYTES)
     while raw:
         unpacking = lzma.LZMADecompressor(lzma.FORMAT_XZ, _MOST_XZ_BYTES)

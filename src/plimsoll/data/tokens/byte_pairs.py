@@ -2,10 +2,10 @@
 
 Hugging Face ``tokenizers`` stores each distinct word and the places of each pair of its bytes. This takes about 150
 bytes of memory per byte of distinct words (measured, `docs/LOG.md`): several GiB for 64 MiB of numbers, hashes or
-Chinese. So this module counts the words first. If the distinct words exceed `most_distinct_bytes`, the rarest are
-dropped; among equally rare words, those with the larger hash are dropped first. Otherwise no word is dropped, and the
-tokenizer is byte-identical to the library's own. Training that would exceed the budget or a process limit is refused in
-advance, because the library would abort the process.
+Chinese. This module therefore counts the words first. If the distinct words exceed `most_distinct_bytes`, the rarest
+are dropped; among equally rare words, those with the larger hash are dropped first. Otherwise no word is dropped, and
+the tokenizer is byte-identical to the library's own. Training that would exceed the budget or a process limit is
+refused in advance, because the library would abort the process.
 
 A word is a word of the ``ByteLevel`` pre-tokenizer. ASCII texts are split by a regular expression with the same result.
 Other texts are split at white space and counted first, so that each distinct chunk is split into words only once.
@@ -51,17 +51,17 @@ class TrainedOn(NamedTuple):
 
 
 def most_distinct_bytes(vocab_size: int) -> int:
-    """Return the largest size in bytes of the distinct words that a vocabulary of this size is trained on."""
+    """Return the maximum size in bytes of the distinct words on which a vocabulary of this size is trained."""
     return max(_LEAST_DISTINCT_BYTES, _DISTINCT_BYTES_PER_TOKEN * vocab_size)
 
 
 def peak_bytes(num_distinct_bytes: int) -> int:
-    """Return an upper bound of the bytes that training on distinct words of this size takes, without the words."""
+    """Return an upper bound of the bytes that training on distinct words of this size takes besides the words."""
     return _BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 
 def whole_bytes(num_distinct_bytes: int) -> int:
-    """Return an upper bound of the bytes that counting distinct words of this size and training on them take."""
+    """Return an upper bound of the memory in bytes of counting distinct words of this size and training on them."""
     return peak_bytes(num_distinct_bytes) + _COUNTED_BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 
@@ -97,7 +97,7 @@ def train(
 
 
 def count_words(texts: Iterable[str], byte_level: Any, most_bytes: int) -> tuple[Counter[str], int]:
-    """Count the words of texts, written in byte-level letters; return the counts and the number of dropped words.
+    """Count the words of texts. Return the counts of words in byte-level letters, and the number of dropped words.
 
     If words were dropped, counts may be too small. Memory: words of up to twice ``most_bytes`` bytes, and 64 Ki chunks.
     """
@@ -159,7 +159,7 @@ class _Counting:
 
 
 def _leave_out_rarest(words: Counter[str], most_bytes: int) -> int:
-    """Drop the rarest words until the remaining words have at most ``most_bytes`` bytes; return the dropped number."""
+    """Drop the rarest words until the others have at most ``most_bytes`` bytes. Return the number of dropped words."""
     ranked = sorted(words, key=lambda word: (-words[word], xxhash.xxh3_64_intdigest(word.encode())))
     num_bytes = 0
     for number, word in enumerate(ranked):

@@ -3,8 +3,8 @@
 ``transformers.AutoTokenizer`` loads a folder, because its classes may override parts of ``tokenizer.json``. A lone
 ``tokenizer.json`` is loaded by ``tokenizers``. The files are exported unchanged, with two exceptions:
 
-- If only the ``config.json`` of the model names the tokenizer class, it is added to ``tokenizer_config.json``. The
-  export may be next to another model.
+- If only the ``config.json`` of the model names the tokenizer class, the class is added to ``tokenizer_config.json``.
+  The tokenizer may be exported next to another model.
 - A lone file gets a ``tokenizer_config.json`` that names its special tokens.
 
 Nothing is downloaded, and no code of a folder is executed.
@@ -54,7 +54,7 @@ class Loaded(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A given tokenizer: the roles of its special tokens, its truncation side, and its files."""
+    """A given tokenizer: the tokens by role (such as ``eos_token``), its truncation side, and its files."""
 
     backend: tokenizers.Tokenizer
     roles: dict[str, str]
@@ -115,7 +115,7 @@ def identity_of_tokenizer(path: Path) -> list[str]:
 
 
 def _place(path: Path) -> tuple[Path | None, Path]:
-    """Return the folder for transformers to load, or ``None`` if one file holds the whole tokenizer, and that file."""
+    """Return the folder for transformers to load (``None`` if one file suffices), and the tokenizer file."""
     file = path / TOKENIZER_FILE if path.is_dir() else path
     says_more = any((file.parent / name).is_file() for name in (*_OWN_FILES, "config.json"))
     is_one_file = file.is_file() and (not says_more or file.name != TOKENIZER_FILE)
@@ -149,7 +149,7 @@ def _from_file(file: Path) -> _Found:
 
 
 def _names_in_template(backend: tokenizers.Tokenizer) -> dict[str, str | None]:
-    """Infer the roles of special tokens from their positions; the model of the tokenizer names the unknown token."""
+    """Infer the roles of special tokens from their positions around a text; the tokenizer names the unknown token."""
     template, model = template_of(backend), json.loads(backend.to_str())["model"]
     unknown = model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
     return {
@@ -185,7 +185,7 @@ def _from_transformers(folder: Path) -> _Found:
 
 
 def _without_template(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Return a tokenizer with the same tokens for a text that adds no special tokens."""
+    """Return a copy of a tokenizer that gives a text the same tokens, but adds no special tokens around it."""
     import tokenizers
 
     described = json.loads(backend.to_str())

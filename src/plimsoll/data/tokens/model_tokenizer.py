@@ -1,9 +1,9 @@
 """Tokenization of texts for inference with a model's own tokenizer, truncated to the length that the model reads.
 
-The tokenizer adds the special tokens that it adds in `transformers` (``[CLS]``, ``<s>``). The same holds for models
-from ``plimsoll train``, which were trained that way. Longer texts are truncated on the tokenizer's truncation side. Of
-a much longer text, only enough characters to determine the kept tokens are tokenized. Not handled: slow tokenizers,
-chat templates, and pairs of texts.
+The tokenizer adds the special tokens that it adds in `transformers` (``[CLS]``, ``<s>``). Models from ``plimsoll
+train`` were also trained with these special tokens. Longer texts are truncated on the tokenizer's truncation side. Of a
+much longer text, only enough characters to determine the kept tokens are tokenized. Not handled: slow tokenizers, chat
+templates, and pairs of texts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _SURE_CHARACTERS = 64
-"""Characters tokenized at first per token kept. In most languages a token has 4 to 5 characters."""
+"""Characters of a long text tokenized at first for each token to be kept. Most tokens have 4 to 5 characters."""
 
 
 _FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")

@@ -1,8 +1,8 @@
 """A data set that tokenizes texts on demand: nothing is stored, and words can be augmented anew in each epoch.
 
-One sample is one text. Tokenizing takes hundreds of times longer than reading stored tokens. So use this with loader
-workers, for a corpus that is read once or twice, or for augmentation of words. The samples equal the samples
-of `plimsoll.data.samples.texts.DocumentDataset` over stored tokens of the same corpus, with the same truncation.
+One sample is one text. Tokenizing takes hundreds of times longer than reading stored tokens. So use this data set with
+loader workers, for a corpus that is read once or twice, or for augmentation of words. The samples equal the samples of
+`plimsoll.data.samples.texts.DocumentDataset` over stored tokens of the same corpus, with the same truncation.
 
 The token counts of texts are not known in advance. `TextDataset.lengths` returns bytes instead, which sort texts nearly
 as well.
@@ -95,9 +95,9 @@ class TextDataset(Samples):
 
     @property
     def fingerprint(self) -> str:
-        """An identifier of the samples.
+        """A string that identifies the corpus, the tokenizer and the maximum length of a sample.
 
-        It contains no hash of their content, because reading a sample would count its truncation.
+        It is not a hash of samples, because reading a sample would count its truncation.
         """
         return f"{self._corpus.key} {self._tokenizer_folder.name} {self.sequence_length}"
 

@@ -65,7 +65,7 @@ class Tokens(Protocol):
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """The position of the end token of each text."""
+        """The index in `tokens` of the end token of each text."""
         ...
 
 
@@ -91,7 +91,7 @@ class TokenStore:
 
     @property
     def marks(self) -> NDArray[np.uint8]:
-        """The kind of border at which each token begins: see `plimsoll.data.samples.borders.MARKS`."""
+        """The borders at which each token begins, as bits of a byte: see `plimsoll.data.samples.borders.MARKS`."""
         assert self._has_marks, self.folder
         return checked(self.folder / _MARKS_FILE, np.uint8)
 
@@ -109,7 +109,7 @@ def tokenize(
     is_stream: bool = False,
     borders: bool = False,
 ) -> Store[TokenStore]:
-    """Return the tokens of ``corpus`` from the cache, or encode them now; an interrupted call is resumed.
+    """Return the tokens of ``corpus``, from the cache or encoded now. An interrupted call is resumed.
 
     Args:
         corpus: the texts.
@@ -141,7 +141,7 @@ def open_tokens(folder: Path) -> TokenStore:
 
 
 class _Batch(NamedTuple):
-    """Some pieces, whether each is the last of its text, and their size in bytes."""
+    """Some pieces of texts, whether each is the last of its text, and the size of all pieces in bytes."""
 
     pieces: list[Any]
     are_last: list[bool]
@@ -149,7 +149,7 @@ class _Batch(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """The written amount: whole texts, pieces of the unfinished text, tokens, bytes of text, words without a token."""
+    """The finished amount: whole texts, pieces of the unfinished text, tokens, bytes of text, words without a token."""
 
     texts: int = 0
     open_pieces: int = 0
@@ -226,7 +226,7 @@ class _Writing:
         return sizes | {_ENDS_FILE: done.texts * _END_BYTES}
 
     def _noted(self) -> _Done:
-        """Return the amount in the journal, or zeros if a file is shorter than this amount."""
+        """Return the finished amount in the journal; zeros if a file is shorter than the journal records."""
         try:
             done = _Done(*json.loads((self._folder / _JOURNAL_FILE).read_bytes()))
             wanted = self._num_bytes(done).items()
@@ -338,7 +338,7 @@ class TextEncoder:
 def _encoded_ahead(
     batches: Iterator[_Batch], encode: Callable[[list[Any]], Encoded]
 ) -> Iterator[tuple[_Batch, Encoded]]:
-    """Yield each batch with its tokens while the next is encoded in a thread; the library releases the GIL."""
+    """Yield each batch with its tokens while a thread encodes the next batch (``tokenizers`` releases the GIL)."""
     with tokenizer_threads(), ThreadPoolExecutor(1) as executor:
         before: tuple[_Batch, Future[Encoded]] | None = None
         for batch in batches:

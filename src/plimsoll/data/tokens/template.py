@@ -53,7 +53,7 @@ class Template(NamedTuple):
     def around(
         self, flat_N: NDArray[Element], lengths_B: Ints, fill: int | None = None
     ) -> tuple[NDArray[Element], Ints]:
-        """Put the special tokens around each row; return the longer rows end to end (N,), and their lengths (B,).
+        """Put the special tokens around each row. Return the new rows end to end (N,), and their lengths (B,).
 
         Args:
             flat_N: the elements of all rows, end to end.

@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # the training process imports this module, but must not load
 UNKNOWN_TOKEN = "<|unk|>"  # id 1 of a word tokenizer, for words outside the vocabulary; decoding does not restore them
 _SAMPLE_BYTES = 64 << 20  # the training sample, drawn evenly over the corpus
 FEW_BYTES = 1 << 20
-"""Up to this size, one thread trains a tokenizer in half a second; the process can still fork safely afterwards."""
+"""Corpora up to this size use one thread: training takes half a second, and the process can then still fork safely."""
 _LEAST_COUNTED_WORDS, _COUNTED_WORDS_PER_TOKEN, _MOST_CHUNKS = 1 << 18, 4, 1 << 16
 _RECIPE = 2  # increase it when training with the same settings gives other tokens
 _LOADED_RECIPE = 2  # increase it when the same files give another tokenizer
@@ -226,9 +226,9 @@ def tokenizer_threads(are_worth_it: bool = True) -> Iterator[None]:
     """Allow ``tokenizers`` to use its threads inside the block if ``are_worth_it``, and forbid them afterwards.
 
     If a process forks after the library has started threads, the library writes a warning to standard error. If the
-    child then tokenizes, it may hang. Setting the variable to "false" after the block prevents both. If memory is
-    limited, no threads are used: if a thread cannot get its stack, the library panics or hangs. A value set by the user
-    is kept.
+    child then tokenizes, it may hang. Setting ``TOKENIZERS_PARALLELISM`` to "false" after the block prevents both. If
+    memory is limited, no threads are used: if a thread cannot get its stack, the library panics or hangs. A value set
+    by the user is kept.
     """
     os.environ[_THREADS] = _USER_THREADS or ("true" if are_worth_it and not _is_limited() else "false")
     try:

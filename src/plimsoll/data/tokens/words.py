@@ -38,8 +38,8 @@ class WordCounts:
     """The number of occurrences of each word.
 
     Each count may be too small by up to ``most_missed``, and a missing word may have occurred up to that often.
-    ``most_missed`` is 0, and all counts are exact, unless there were more distinct words than the maximum.
-    ``num_left_out`` counts dropped words; a word that reappears and is dropped again counts twice.
+    ``most_missed`` is 0, and all counts are exact, unless words were dropped to limit memory. ``num_left_out`` counts
+    dropped words; a word that reappears and is dropped again counts twice.
     """
 
     counts: Counter[str]

@@ -23,7 +23,7 @@ def text_columns(reading: Reading, columns: Sequence[str], of_strings: Sequence[
     Args:
         reading: the requested columns.
         columns: the names of all columns of the table.
-        of_strings: the names of the columns that hold strings.
+        of_strings: the names of all columns that hold strings.
 
     Raises:
         DataError: if a requested column is missing, or if no column was requested and the text column is ambiguous.
@@ -45,7 +45,7 @@ def text_columns(reading: Reading, columns: Sequence[str], of_strings: Sequence[
 
 
 def no_column(name: str, columns: Sequence[str]) -> str:
-    """Return the message that a column is missing, with columns of similar names."""
+    """Return the message that the column ``name`` is missing, with the columns of similar names."""
     near = difflib.get_close_matches(name, columns, 3)
     meant = f"did you mean {' or '.join(map(repr, near))}? It has" if near else "it has"
     return f"there is no column {name!r}: {meant} {listed(columns)}; give one of them"

@@ -69,7 +69,7 @@ def opened(path: str) -> Iterator[int]:
     """Open a file for reading and yield its descriptor.
 
     Raises:
-        DataError: if the file cannot be opened, or reading fails in the block.
+        DataError: if the file cannot be opened, or reading it inside the block fails.
     """
     try:
         descriptor = descriptor_of(path)
@@ -95,7 +95,7 @@ def text_begin(path: str) -> int:
     """Return the offset of the text: 3 if the file has a byte order mark, else 0.
 
     Raises:
-        DataError: if its first bytes are binary or UTF-16.
+        DataError: if the first bytes of the file are binary data or UTF-16.
     """
     head = read_head(path, _PROBE_BYTES)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -117,7 +117,7 @@ def text_begin(path: str) -> int:
 
 
 class Chunk(NamedTuple):
-    """Consecutive bytes of a part, and the next 8 bytes of the file (newlines beyond its end)."""
+    """Consecutive bytes of a part, and the next 8 bytes of the file (newlines beyond the end of the file)."""
 
     offset: int
     raw: NDArray[np.uint8]  # including the 8 bytes after the chunk
@@ -130,7 +130,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(path: str, begin: int, end: int, hasher: xxhash.xxh3_128) -> Iterator[Chunk]:
-    """Read a range of a file chunk by chunk into one buffer, and hash it on the way.
+    """Yield the chunks of a range of a file, all read into one buffer, and add their bytes to ``hasher``.
 
     Raises:
         DataError: if the file is shorter than ``end``.
@@ -214,7 +214,7 @@ def _is_begin_of_utf8(raw: bytes) -> bool:
 
 
 def _num_continued(raw: bytes) -> int:
-    """Return how many leading bytes continue a character; they are checked with the bytes before."""
+    """Return how many leading bytes continue a character that begins in the bytes before ``raw``."""
     return next((number for number, byte in enumerate(raw[:3]) if byte & 0xC0 != 0x80), min(len(raw), 3))
 
 
