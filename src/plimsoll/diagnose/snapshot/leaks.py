@@ -28,7 +28,13 @@ _MOST_LINES = 3
 
 @dataclass
 class _Kept:
-    """The live allocations of one line: their steps, their number and their bytes."""
+    """The allocations of one line that are live when the recording ends.
+
+    Attributes:
+        steps: the steps in which they were made.
+        num_pieces: their number.
+        num_bytes: their total size.
+    """
 
     steps: set[int] = field(default_factory=set)
     num_pieces: int = 0
@@ -36,7 +42,10 @@ class _Kept:
 
 
 def step_ends(replay: Replay) -> list[int]:
-    """Return the events at which an optimizer step began."""
+    """Return the events at which training steps end.
+
+    This is the first event of an optimizer after a forward or a backward pass.
+    """
     ends: list[int] = []
     is_training = False
     for event in range(len(replay.rows)):
@@ -50,7 +59,7 @@ def step_ends(replay: Replay) -> list[int]:
 
 
 def leak_findings(replay: Replay) -> tuple[Finding, ...]:
-    """Return findings for the lines that leak most, largest first."""
+    """Return findings for the lines whose allocations stay live from step to step, largest first."""
     ends = step_ends(replay)
     num_steps = len(ends) - 1
     if num_steps < _FEWEST_STEPS:
