@@ -26,7 +26,10 @@ _NOISE_BYTES, _NOISE_SHARE = 1 << 20, 0.02
 
 
 def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
-    """Estimate the growth per step. It is steady if no rate from one quarter of the steps to the next is much lower.
+    """Estimate the growth of memory per step, and whether it is steady.
+
+    It is steady if it exceeds the noise, and no rate from one quarter of the steps to the next is much below the
+    estimate.
 
     Args:
         points: steps in ascending order, and the bytes in use after each.
@@ -56,6 +59,9 @@ def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
 
 
 def theil_sen(points: Sequence[tuple[float, int]]) -> float:
-    """Return the median of the slopes between all pairs of points (https://doi.org/10.1007/978-94-011-2546-8_20)."""
+    """Return the median slope between all pairs of points, an estimate of growth that outliers hardly affect.
+
+    Source: Theil-Sen, https://doi.org/10.1007/978-94-011-2546-8_20.
+    """
     stride = -(-len(points) // _MOST_POINTS)
     return median((later[1] - one[1]) / (later[0] - one[0]) for one, later in combinations(points[::stride], 2))
