@@ -135,8 +135,7 @@ def told_where(limit_bytes: int | None = None) -> Iterator[None]:
     A fault handler that the user has enabled stays enabled, and nothing is printed.
 
     Args:
-        limit_bytes: the memory limit that the explanation names; ``None`` if Plimsoll sets no limit. Without a
-            limit, a
+        limit_bytes: the memory limit that the explanation names; ``None`` if Plimsoll sets no limit. Without a limit, a
             block inside another block has no effect.
     """
     stderr = sys.__stderr__

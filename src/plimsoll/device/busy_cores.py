@@ -69,7 +69,7 @@ class OtherPrograms:
 
         Returns:
             the visible programs, largest use first, and the number of cores that all other programs use, visible or
-              not.
+            not.
         """
         started, busy, before = _now(), _busy_seconds(), _seconds_of_processes()
         time.sleep(_SAMPLE_SECONDS)

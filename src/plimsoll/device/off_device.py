@@ -112,8 +112,7 @@ def states_outside(optimizer: torch.optim.Optimizer, copy_of: Copier, lender: Le
 
     Args:
         optimizer: the optimizer.
-        copy_of: function that copies a tensor to the memory that holds the states. Large copies for undoing a step
-            also
+        copy_of: function that copies a tensor to the memory that holds the states. Large copies for undoing a step also
             belong there.
         lender: the object that lends copies of states to updates; ``None`` if updates change the states in place.
     """

@@ -93,8 +93,7 @@ class CpuBackend:
         `aborts`).
 
         Raises:
-            BudgetError: if more than the budget is already in use, or the machine or another limit allows less than
-                the
+            BudgetError: if more than the budget is already in use, or the machine or another limit allows less than the
                 budget.
         """
         capacity_bytes = self.probe().capacity_bytes

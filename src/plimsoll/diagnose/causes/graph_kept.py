@@ -55,8 +55,7 @@ class _Each(NamedTuple):
     Attributes:
         num_bytes: bytes per step; ``None`` if unknown.
         known: how ``num_bytes`` is known; ``None`` if it is not.
-        high_bytes: the measured growth per step, an upper bound; ``None`` if it was not measured or is
-            ``num_bytes``.
+        high_bytes: the measured growth per step, an upper bound; ``None`` if it was not measured or is ``num_bytes``.
     """
 
     num_bytes: float | None

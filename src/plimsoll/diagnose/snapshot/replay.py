@@ -139,9 +139,8 @@ def _lives(snapshot: Snapshot, rows: list[EventRow]) -> tuple[array[int], list[P
     """Return when allocations begin and end.
 
     Returns:
-        the number of the event that freed the memory of each event, or `NEVER`; the freed allocations from before
-          the first
-        event; and the event of each allocation that is live at the end, by its address.
+        the number of the event that freed the memory of each event, or `NEVER`; the freed allocations from before the
+        first event; and the event of each allocation that is live at the end, by its address.
     """
     columns = snapshot.columns
     freed_at = array("q", [NEVER]) * len(rows)
