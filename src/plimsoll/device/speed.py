@@ -3,11 +3,11 @@
     speed = measured_speed()              # measured once, then read from a file
     speed = speed_of(find_gpu("rtx3060"))
 
-A measurement holds for a processor, a number of threads and a version of torch. It is cached in ``PLIMSOLL_CACHE``, or
-in ``plimsoll`` in the user's cache folder.
+A measurement holds for a processor, a number of threads and a version of torch. It is cached in the folder
+``PLIMSOLL_CACHE``, or in ``plimsoll`` in the user's cache folder.
 
-The table of GPUs has peak rates, not the shares of them that training reaches. Shares and call overheads were recorded
-on one card. Call overheads depend on the host more than on the card, so their range is wide.
+The table of GPUs has peak rates. The shares of these rates that training reaches, and the overheads of calls, were
+recorded on one card. Call overheads depend on the host more than on the card, so their range is wide.
 
 Does NOT account for clocks that fall when a device gets hot, or for other programs.
 """

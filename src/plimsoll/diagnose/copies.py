@@ -11,7 +11,7 @@ checkpoint, only the other tensors of the checkpoint count. A module that is not
 with weights of the same shapes is trained.
 
 Not handled: objects that `plimsoll.diagnose.holders` does not find, and a copy that is one long vector. The states of
-an optimizer of another library than torch have the shapes of weights, and are mistaken for a copy.
+optimizers from other libraries have the shapes of weights, and are mistaken for a copy.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """A test for steady growth of memory from step to step, despite the noise of an allocator.
 
-The steps are divided into quarters, and memory must grow from each quarter's median to the next. A jump (a batch longer
-than any before, an evaluation) is not steady growth, because it appears in only one of these three rates. Noise puts
-four medians in ascending order once in 24 times, so the growth must also be even and large enough.
+The steps are divided into quarters. Memory must grow in all three transitions from the median of one quarter to the
+median of the next. A jump (a batch longer than any before, an evaluation) is not steady growth, because it appears in
+only one of these transitions. Noise puts four medians in ascending order once in 24 times, so the growth must also be
+even and large enough.
 
-Not handled: growth without a limit looks like a heap that still fills. A glibc heap grows for hundreds of steps if text
-lengths change from batch to batch, although user code keeps no objects. `docs/explain.md` reports how often such a heap
-is mistaken for steady growth.
+Not handled: a heap that still fills is not distinguished from growth without end. A glibc heap grows for hundreds of
+steps if text lengths change from batch to batch, although user code keeps no objects. `docs/explain.md` reports how
+often such a heap is mistaken for steady growth.
 """
 
 from __future__ import annotations

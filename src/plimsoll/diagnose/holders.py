@@ -3,7 +3,7 @@
 The search starts at the given frames: local variables, global variables of their modules, attributes of modules and
 plain objects, and containers in them, to a depth of four. Containers of up to `_FEW` items are searched item by item;
 larger ones count as one value. The size of a large container is extrapolated from 500 evenly spaced items. The graphs
-of a value's tensors are walked up to `_MOST_NODES` operations. Graphs that are not walked count as equally large.
+of a value's tensors are walked up to `_MOST_NODES` operations. The other graphs are assumed to be as large on average.
 
 Not handled: variables of functions that have returned, generators, objects that only C++ keeps alive, and buffers of
 other libraries without ``nbytes``. Optimizers and the parameters of modules do not count.
@@ -39,10 +39,16 @@ _LEAVES = (int, float, complex, type(None), type, ModuleType, FunctionType, Buil
 
 
 class Found(NamedTuple):
-    """A value that keeps memory alive: its full name, the name of its variable or attribute, and its owners.
+    """A value that user code keeps alive.
 
-    The owners are the objects that contain it, innermost first, and then the code that may store its variable.
-    ``root_name`` and ``root_value`` are the variable or attribute that contains the value, or the value itself.
+    Attributes:
+        name: the full expression for the value, such as ``model.cache["loss"]``.
+        variable: the name of the variable or attribute that contains the value, such as ``cache``.
+        owners: the objects that contain that attribute, innermost first, and then the code that may assign the
+            variable.
+        value: the value.
+        root_name: the expression for that variable or attribute, such as ``model.cache``.
+        root_value: the value of that variable or attribute, which contains ``value`` or is ``value``.
     """
 
     name: str

@@ -3,7 +3,7 @@
 Only the sizes of processes are visible from outside. The diagnosis names the process and the rate of its growth, not
 the line of code. The remedies tell where to look next. A process grows if `plimsoll.diagnose.growth` finds steady
 growth of its private memory over the samples. A run may use all of its budget. So the budget, and the ``RLIMIT_DATA``
-that enforces it, are reported only if memory ran out. Not handled: growth that ends looks like growth without a limit.
+that enforces it, are reported only if memory ran out. Not handled: growth that would end by itself is reported, too.
 """
 
 from __future__ import annotations

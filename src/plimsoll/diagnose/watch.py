@@ -1,12 +1,12 @@
 """Repeated samples of processes, with a warning before a limit is reached.
 
 A watch follows one of these: a process and its children; a run by its directory, that is, its command with all
-processes, also through restarts; or the largest processes of this machine.
+processes, even if they are restarted; or the largest processes of this machine.
 
 The growth rate is the Theil-Sen slope of the last 30 samples, and needs at least 8. A warning starts when the limit
 will be reached in under 60 s at this rate, and is at least half used. It ends when the limit is over 120 s away, so
-that warnings do not flicker. Memory use below the plan's predicted peak gives no warning. Not handled: growth that will
-stop looks like growth that continues.
+that warnings do not flicker. Memory use below the plan's predicted peak gives no warning. Not handled: growth that
+would stop by itself causes warnings, too.
 """
 
 from __future__ import annotations

@@ -249,8 +249,9 @@ def cublas_workspace_bytes(architecture: str) -> int:
     """Return the bytes of torch's cuBLAS workspace per handle and stream: 32 MiB from ``sm_90`` on, else 8.125 MiB.
 
     This follows `parseChosenWorkspaceSize` of pytorch's main branch in 2026, which lists the capabilities 9, 10 and 12.
-    Older versions list 9.0 only, so a Blackwell card takes 24 MiB less there. In that source, cuBLASLt shares the
-    workspace; earlier it took 1 MiB more. NOT covered: ``CUBLAS_WORKSPACE_CONFIG``, ``CUBLASLT_WORKSPACE_SIZE``.
+    Older versions list 9.0 only, so a Blackwell card takes 24 MiB less there. On the main branch, cuBLASLt shares the
+    workspace. In older versions it takes 1 MiB more. NOT covered: ``CUBLAS_WORKSPACE_CONFIG``,
+    ``CUBLASLT_WORKSPACE_SIZE``.
     """
     return 4096 * 8 * 1024 if architecture.partition(".")[0] in ("9", "10", "12") else 4096 * 1024 * 2 + 16 * 1024 * 8
 

@@ -1,4 +1,4 @@
-"""A float16 model under a GradScaler. The scaler refuses to unscale its gradients, or small updates are lost."""
+"""A float16 model under a GradScaler. The scaler refuses to unscale float16 gradients, or small updates are lost."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Lines of code whose allocations stay live from step to step.
 
-A step ends when a torch optimizer first allocates after a forward or a backward pass. The steps between the first and
-the last such moment are examined. A line leaks if allocations of at least three of these steps, and of three quarters
-of them, are live when the recording ends. Together they must be at least 1 MiB and 2 % of the peak. So allocations that
-happen once (parameters, states, caches), and allocations in the last, unfinished step, are not leaks.
+A step ends at the first memory event of a torch optimizer after a forward or a backward pass. The steps between the
+first and the last such event are examined. A line leaks if some of its allocations are live when the recording ends.
+They must come from at least three of the steps, and from three quarters of them. Their total must be at least 1 MiB and
+2 % of the peak. So allocations that happen once (parameters, states, caches), and allocations in the last, unfinished
+step, are not leaks.
 
 Not handled: programs without an optimizer step, fewer than three whole steps, and allocations whose stacks were not
 recorded. The line is the place of the allocation; another line may keep it alive.
