@@ -79,7 +79,7 @@ def keep_few_kernels() -> None:
 def prepare_for(model: nn.Module) -> None:
     """Compile the kernels that oneDNN shares between all LSTMs, if a model has an LSTM in float32 on the CPU.
 
-    If they were compiled later and memory ran out, all later LSTMs of the process would fail.
+    If memory ran out while they are compiled later, all further LSTMs of the process could fail.
     """
     from torch import nn
 

@@ -80,10 +80,7 @@ def _counts(test: ast.expr) -> bool:
 
 
 def _is_managed(source: Source, backward: Backward) -> bool:
-    """Return whether a backward pass is in a library's ``with accumulate(...)`` block.
-
-    The library then counts the micro-batches and divides the loss.
-    """
+    """Return whether a backward pass is in a ``with accumulate(...)`` block of a library that counts micro-batches."""
     return any(
         isinstance(above, ast.With)
         and any(
@@ -118,7 +115,7 @@ def is_named_so(source: Source, found: Accumulation) -> bool:
 
 
 def is_normalised(source: Source, found: Accumulation) -> bool:
-    """Return whether the loss is divided by the number of micro-batches, as far as can be seen, or need not be."""
+    """Return whether the loss, or a value from which it is computed, is divided, or whether it needs no division."""
     scope = source.scope(found.backward.call)
     if _divides(found.backward.loss):
         return True
