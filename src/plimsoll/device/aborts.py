@@ -1,12 +1,12 @@
-"""Explanations for processes that native code ends when it is refused memory, with the Python line of the call.
+"""Explanations for processes that native code ends when it is refused memory, with the Python line that called it.
 
 Rust's standard library (and so ``tokenizers``, ``safetensors`` and ``polars``) prints "memory allocation of N bytes
-failed" and aborts. Some C and C++ libraries do the same. No exception is raised and the step cannot be undone: such
+failed" and aborts. Some C and C++ libraries do the same. No exception is raised and the step cannot be undone, so such
 code needs a larger limit. `faulthandler` records the call stack from inside the signal handler, without allocating.
 
-A fault handler that is already enabled (by the user, ``python -X faulthandler`` or pytest) stays, and then no
-explanation is printed. The output of the native code is not read, so memory is only the likely cause, even inside a
-limit. Needs no torch.
+A fault handler that is already enabled (by the user, ``python -X faulthandler`` or pytest) stays enabled, and no
+explanation is printed. The output of the native code is not read, so a lack of memory is only the likely cause, even
+inside a limit. Needs no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from plimsoll.device.oom_errors import is_users
 from plimsoll.records.units import format_bytes
 
 SUPERVISORS_FILE = "PLIMSOLL_FAULTS"
-"""The environment variable that names the file for faults of a supervised process."""
+"""The environment variable with the path of the file to which a supervised process writes its call stack at a crash."""
 
 _BEGIN = re.compile(r"^Fatal Python error: (Aborted|Segmentation fault)", re.MULTILINE)
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .{0,80}\(most recent call first\)")
@@ -47,15 +47,16 @@ printf %s "$dump" | "$@" 3>&2 2>/dev/null >&3
 
 @dataclass
 class Dump:
-    """Parser for the threads that `faulthandler` writes, line by line; the last call of each thread comes first.
+    """Parser for the call stacks that `faulthandler` writes at a crash, line by line.
 
-    The attributes describe the current thread, or the last listed thread, the main thread, if native code failed in a
-    thread of its own.
+    The attributes describe the current thread. If native code failed in a thread without Python code, no thread is
+    current. The attributes then describe the last listed thread, which is the main thread. The last call of a thread
+    comes first.
 
     Attributes:
         place: the innermost line of user code in that thread, ``file.py:12``.
         function: the name of the function that contains this line.
-        own: the innermost line of Plimsoll.
+        own: the innermost line of Plimsoll's code in that thread, if no line of user code is deeper.
         library: the installed package that one of these two lines called.
     """
 
@@ -67,7 +68,7 @@ class Dump:
     _has_current: bool = False
 
     def takes(self, line: str) -> bool:
-        """Parse one line, and return whether it belongs to a dump."""
+        """Parse one line. Return whether it belongs to a call stack of `faulthandler`."""
         if (thread := _THREAD.match(line)) is not None:
             is_current = thread[1] == "Current thread"
             self._counts = is_current or not self._has_current
@@ -91,7 +92,7 @@ class Dump:
 
 
 def called_by(text: str) -> str:
-    """Return the line that called the native code, as a phrase, from a dump of `faulthandler`; "" if it is unknown."""
+    """Return the Python line that called the native code, as a phrase; "" if the call stack does not show it."""
     dump = Dump()
     for line in text.splitlines():
         dump.takes(line)
@@ -104,7 +105,7 @@ def explanation(text: str, limit_bytes: int | None = None) -> str:
     """Return an explanation of a process that native code ended, with a remedy; "" if native code did not end it.
 
     Args:
-        text: the dump that `faulthandler` wrote.
+        text: the call stacks that `faulthandler` wrote.
         limit_bytes: the memory limit that was in force; ``None`` if Plimsoll had set no limit.
     """
     if (begin := _BEGIN.search(text)) is None:
@@ -129,11 +130,13 @@ def explanation(text: str, limit_bytes: int | None = None) -> str:
 
 @contextmanager
 def told_where(limit_bytes: int | None = None) -> Iterator[None]:
-    """Print the place and likely reason if native code aborts in the block. A fault handler of the user stays enabled.
+    """Print the calling line and the likely reason if native code aborts in the block.
+
+    A fault handler that the user has enabled stays enabled, and nothing is printed.
 
     Args:
-        limit_bytes: the memory limit that the explanation names. A block without a limit inside another block has no
-            effect.
+        limit_bytes: the memory limit that the explanation names; ``None`` if Plimsoll sets no limit. Without a limit, a
+            block inside another block has no effect.
     """
     stderr = sys.__stderr__
     is_anothers = faulthandler.is_enabled() and not _FILES
@@ -155,14 +158,14 @@ def told_where(limit_bytes: int | None = None) -> Iterator[None]:
 
 
 def tell_supervisor() -> None:
-    """Make `faulthandler` write a later crash to the file that the supervisor reads, if there is a supervisor."""
+    """Make `faulthandler` write the call stack at a crash to the file that the supervisor reads, if there is one."""
     path = os.environ.get(SUPERVISORS_FILE)
     if path and not faulthandler.is_enabled():
         faulthandler.enable(Path(path).open("ab", buffering=0))  # noqa: SIM115 -- as long as the process lives
 
 
 def watcher_pids() -> set[int]:
-    """Return the ids of the processes that this module has started to wait for a crash."""
+    """Return the ids of the helper processes that wait for a crash of this process in order to explain it."""
     return {process.pid for process in _WATCHERS}
 
 
@@ -172,7 +175,11 @@ _WATCHERS: list[subprocess.Popen[bytes]] = []
 
 @contextmanager
 def _explained(stderr: IO[str], limit_bytes: int | None) -> Iterator[IO[Any]]:
-    """Open a pipe to a process that, after this process has ended, prints the content with an explanation."""
+    """Yield a pipe to a helper process, to which `faulthandler` can write.
+
+    After this process has ended, the helper prints the call stack from the pipe with an explanation. If it cannot be
+    started, ``stderr`` is yielded.
+    """
     # If this is process 1 of a container, the watcher would end with it and could not explain anything.
     watcher = _started(limit_bytes, stderr) if os.name == "posix" and os.getpid() != 1 else None
     if watcher is None or watcher.stdin is None:
@@ -212,7 +219,7 @@ def _leave_in_children() -> None:
 
 
 def _leave_in_child() -> None:
-    """Close the pipe in a forked child, so that its `faulthandler` writes to standard error."""
+    """Close the pipe to the helper in a forked child, so that the child's `faulthandler` writes to standard error."""
     if _FILES and sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
     for watcher in _WATCHERS:
@@ -223,7 +230,7 @@ def _leave_in_child() -> None:
 
 
 def main() -> None:
-    """Explain the dump on standard input."""
+    """Print an explanation of the call stacks on standard input."""
     print(explanation(sys.stdin.read(), int(sys.argv[1]) if len(sys.argv) > 1 else None))
 
 

@@ -1,7 +1,7 @@
 """The interface of a device backend, and `backend_for`, which returns the backend of a device.
 
 A backend (`cpu`, `cuda`) describes the device, measures memory use and enforces a limit. It also recognizes
-out-of-memory errors and makes the allocator release cached memory. It holds no tensors and no state of a run.
+out-of-memory errors and makes the allocator release cached memory. It holds no tensors, and no data of a training run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Backend(Protocol):
     kind: str
 
     def probe(self) -> Device:
-        """Describe the device as this process sees it, including limits."""
+        """Describe the device as this process sees it, including limits on its memory."""
 
     def use(self) -> MemoryUse:
         """Return the memory use of this process, now and at its peak since the last `reset_peak`."""
@@ -33,29 +33,32 @@ class Backend(Protocol):
         """
 
     def reset_peak(self) -> None:
-        """Reset the peak to the current use."""
+        """Set the peak to the current memory use."""
 
     def limited(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """Make the allocator raise if this process would exceed ``budget_bytes``. The limit ends with the block.
+        """Make the allocator raise if this process would exceed ``budget_bytes`` inside the ``with`` block.
 
         Raises:
             BudgetError: if more than the budget is already in use, or the device has less memory than the budget.
         """
 
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None] | None:
-        """Check that blocks of these sizes can be allocated together, and keep that memory free for the block.
+        """Check that allocations of these sizes fit together, and keep that memory free inside the ``with`` block.
 
-        The blocks are allocated and freed at once. If they do not fit, the allocator's error is raised.
+        The memory is allocated and freed at once. If it does not fit, the allocator's error is raised.
 
         Returns:
             A context manager, or ``None`` if this backend cannot keep the memory free.
         """
 
     def without_holes(self) -> AbstractContextManager[None]:
-        """Separate allocations of this block from other allocations, as far as the allocator can."""
+        """Place allocations inside the ``with`` block apart from other allocations, as far as the allocator can.
+
+        Freeing them then leaves no holes between other allocations.
+        """
 
     def release(self, last_resort: bool = False) -> None:
-        """Release cached memory. With ``last_resort``, also use methods that slow down later steps."""
+        """Release cached memory. With ``last_resort``, also take measures that slow down later steps."""
 
     def oom_family(self, error: BaseException) -> str | None:
         """Return the family of an out-of-memory error, or ``None`` for any other error.

@@ -32,7 +32,7 @@ class OtherPrograms:
     """CPU use by programs other than our own, since this object was created.
 
     Args:
-        ours: id of our process; its descendants count as ours, too. This process by default.
+        ours: id of our process, whose descendants also count as ours; this process by default.
     """
 
     def __init__(self, ours: int | None = None) -> None:
@@ -45,7 +45,7 @@ class OtherPrograms:
         Takes 0.1 s if the cores were busy, and almost no time otherwise.
 
         Args:
-            num_threads: threads of this process; one per core by default.
+            num_threads: number of cores that this process needs, one for each of its threads; all cores by default.
         """
         num_cores = _num_cores()
         seconds = max(_now() - self._since, 1e-3)
@@ -65,7 +65,12 @@ class OtherPrograms:
         return f"This machine is busy: {who} of {cores}. Steps will take longer than planned."
 
     def _sampled(self) -> tuple[list[Program], float]:
-        """Return the other programs that are visible, largest use first, and the cores that all other programs use."""
+        """Measure the other programs for 0.1 s.
+
+        Returns:
+            the visible programs, largest use first, and the number of cores that all other programs use, visible or
+            not.
+        """
         started, busy, before = _now(), _busy_seconds(), _seconds_of_processes()
         time.sleep(_SAMPLE_SECONDS)
         after, busy = _seconds_of_processes(), _busy_seconds() - busy
@@ -97,7 +102,7 @@ def _num_cores() -> int:
 
 
 def _busy_seconds() -> float:
-    """Return the core-seconds since boot in which the cores available to this process were busy."""
+    """Return the total seconds since boot that the cores available to this process were busy."""
     cores = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
     times = [cores[place] for place in usable if place < len(cores)]
@@ -106,7 +111,7 @@ def _busy_seconds() -> float:
 
 
 def _seconds_of_processes() -> dict[int, tuple[str, float, int]]:
-    """Return name, CPU seconds and parent id of each process."""
+    """Return the name, CPU seconds and parent id of each visible process, by process id."""
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error), process.oneshot():

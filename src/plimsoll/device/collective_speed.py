@@ -95,7 +95,7 @@ def exchange_of(spec: DeviceSpec, num_ranks: int) -> ExchangeSpeed:
     """Return the assumed speed of collectives between GPUs of one machine.
 
     Args:
-        spec: the card of each rank.
+        spec: the GPU that each rank uses.
         num_ranks: the number of ranks, at least 2.
     """
     nvlink = next((rate for name, rate in _NVLINK_BYTES_PER_SECOND.items() if spec.name.startswith(name)), None)
@@ -119,7 +119,7 @@ def exchange_of(spec: DeviceSpec, num_ranks: int) -> ExchangeSpeed:
 
 
 class _Rank:
-    """One rank of a measurement: a thread of this process."""
+    """One rank of the measurement, which runs in a thread of this process."""
 
     def __init__(self, store: HashStore, rank: int, num_ranks: int) -> None:
         # `Any`, because torch's stubs lack the group's methods.
@@ -127,7 +127,10 @@ class _Rank:
         self._num_ranks = num_ranks
 
     def measure(self) -> dict[tuple[ExchangeKind, int], float]:
-        """Return the seconds of each collective, by kind and bytes of the whole tensor; 0 bytes means one element."""
+        """Return the seconds of each collective, by its kind and the bytes of the whole tensor.
+
+        The tensor of one element is listed with 0 bytes.
+        """
         group, small = self._group, torch.zeros(1)
         found: dict[tuple[ExchangeKind, int], float] = {
             ("all_reduce", 0): self._best(partial(group.allreduce, [small]), _NUM_CALLS)
@@ -146,7 +149,7 @@ class _Rank:
 
     @staticmethod
     def _best(start: Callable[[], Any], num_runs: int) -> float:
-        """Return the seconds of the shortest of several runs. All ranks must run equally often."""
+        """Return the seconds of the fastest of several runs. All ranks must call this with the same number of runs."""
         seconds = []
         for _ in range(num_runs):
             started = time.perf_counter()

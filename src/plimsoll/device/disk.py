@@ -1,8 +1,8 @@
-"""Measurement of the disk rate for weights and states that do not fit in memory. It takes a second or two.
+"""Measurement of the rate at which weights and states that do not fit in memory are read from and written to disk.
 
-A file is written, synchronized and dropped from the kernel's page cache. It is then read through a mapping, one page
-fault at a time, as training reads its weights. Does NOT account for the cache inside a disk, or for other programs that
-use the disk.
+It takes a second or two. A file is written, synchronized and dropped from the kernel's page cache. It is then read
+through a mapping, one page fault at a time, as training reads its weights. Does NOT account for the cache inside a
+disk, or for other programs that use the disk.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ def floating_type(given: torch.dtype | str, kind: type[InputError] = InputError)
 
     Args:
         given: a type or its name, such as ``torch.bfloat16``, ``"bfloat16"`` or ``"bf16"``.
-        kind: the class of the error to raise.
+        kind: the class of the error to raise if ``given`` is not a floating-point type.
 
     Raises:
-        InputError: of class ``kind``, if it is not a floating-point type.
+        InputError: an error of class ``kind``, if ``given`` is not a floating-point type.
     """
     known = {**NAMED, **{str(dtype).removeprefix("torch."): dtype for dtype in NAMED.values()}}
     found = known.get(given.removeprefix("torch."), given) if isinstance(given, str) else given

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 VIEW_SHARE = 0.3
-"""Overhead of a view, as a share of another op's: a view allocates nothing and launches no kernel."""
+"""Overhead of a view, as a share of the overhead of other ops. A view allocates nothing and launches no kernel."""
 
 _TINY: dict[str, Any] = {
     "vocab_size": 32, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 2, "resid_pdrop": 0.0,
@@ -31,7 +31,12 @@ _NUM_PASSES, _NUM_WARM = 7, 2
 
 
 class Launches(NamedTuple):
-    """CPU seconds of one op call: by a Python module in a forward pass, and by autograd in a backward pass."""
+    """CPU seconds of one op call in training.
+
+    Attributes:
+        module_op_seconds: of a call by a Python module in the forward pass.
+        backward_op_seconds: of a call by autograd in the backward pass.
+    """
 
     module_op_seconds: float
     backward_op_seconds: float
@@ -76,7 +81,7 @@ def _autocast(kind: str) -> AbstractContextManager[Any]:
 
 
 def _pass_seconds(model: nn.Module, device: str) -> tuple[float, float]:
-    """Return the seconds of the forward and the backward calls. They exclude waits for the device before and after."""
+    """Return the CPU time of launching the forward and of launching the backward pass, in seconds."""
     model.zero_grad()
     _wait(device)
     started = time.perf_counter()
@@ -94,7 +99,11 @@ def _wait(device: str) -> None:
 
 
 def _count_ops(model: nn.Module) -> tuple[float, float, float]:
-    """Return three counts: ops except casts in a forward pass, casts in a forward pass, and ops in a backward pass."""
+    """Count the op calls of a forward and a backward pass.
+
+    Returns:
+        the ops other than casts in the forward pass, its casts, and all ops in the backward pass.
+    """
     with _Counter() as forward:
         loss = _forward(model)
     with _Counter() as backward:
@@ -103,7 +112,7 @@ def _count_ops(model: nn.Module) -> tuple[float, float, float]:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counter of the ops and casts in a block. A view counts as `VIEW_SHARE` of an op."""
+    """Counter of the ops and casts that run in a ``with`` block. A view counts as `VIEW_SHARE` of an op."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -37,12 +37,12 @@ _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 
 
 class MappedPool:
-    """Tensors in unnamed files, which grow as needed.
+    """A pool of memory for tensors, in unnamed mapped files. Files are added as needed.
 
     The files are deleted when the pool and the last tensor in them are freed, however the process ends.
 
     Args:
-        folder: the folder of the files; ``None`` for `scratch_folder`.
+        folder: the folder of the files; ``None`` for the result of `scratch_folder`.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -52,12 +52,12 @@ class MappedPool:
 
     @property
     def num_bytes(self) -> int:
-        """The total bytes of all files."""
+        """The total size of the pool's files in bytes."""
         return sum(file.num_bytes for file in self._files)
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of the files that tensors use."""
+        """The bytes of the pool's files that tensors use."""
         return sum(file.used_bytes for file in self._files)
 
     def reserve(self, num_bytes: int) -> None:
@@ -71,9 +71,9 @@ class MappedPool:
             self._files.append(_File(self._where(), missing_bytes))
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Return an uninitialized tensor with the shape, strides and type of another tensor.
+        """Return an uninitialized tensor in this pool, with the shape, strides and type of another tensor.
 
-        If the other tensor overlaps itself or has gaps, the new one is contiguous.
+        If the other tensor overlaps itself or has gaps, the new tensor is contiguous.
 
         Raises:
             OutputError: if the disk is full.
@@ -97,15 +97,15 @@ class MappedPool:
             return self.empty_like(tensor).copy_(tensor.detach())
 
     def know(self, tensor: Tensor) -> None:
-        """Register a fake tensor that, in a dry run, stands in for a tensor of this pool."""
+        """Count a fake tensor as a tensor of this pool, which it stands for in a dry run."""
         self._made.add(tensor)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor, or the base of a view, was created in this pool."""
+        """Return whether the storage of a tensor was created in this pool. A view shares the storage of its base."""
         return tensor in self._made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedPool:
-        """Return the pool itself, because deep copies of its tensors are in no pool."""
+        """Return the pool itself, because deep copies of its tensors are in ordinary memory."""
         return self
 
     def _take(self, num_bytes: int) -> memoryview:
@@ -126,7 +126,7 @@ class MappedPool:
 
 
 class StorageSet:
-    """A set of storages that does not keep them alive. A tensor is in the set if its storage is."""
+    """A set of storages, to which a tensor belongs if its storage does. The set does not keep storages alive."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[Any]] = {}
@@ -146,7 +146,7 @@ class StorageSet:
 
 
 class _File:
-    """One file, mapped as a whole, with an ordered list of free ranges as ``(begin, end)`` in bytes."""
+    """One mapped file, with a list of its free ranges as ``(begin, end)`` in bytes, in ascending order."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.num_bytes = _rounded(num_bytes, mmap.PAGESIZE)
@@ -157,12 +157,15 @@ class _File:
 
     @property
     def used_bytes(self) -> int:
-        """The bytes that tensors use."""
+        """The bytes of the file that tensors use."""
         self._collect()
         return self.num_bytes - sum(end - begin for begin, end in self._free)
 
     def take(self, num_bytes: int) -> memoryview | None:
-        """Return ``num_bytes`` of memory, or ``None`` if no free range is large enough. The last reference frees it."""
+        """Return ``num_bytes`` of the file's memory; ``None`` if no free range is large enough.
+
+        The memory becomes free again when the last reference to the result is gone.
+        """
         self._collect()
         size_bytes = _rounded(num_bytes, _ALIGNMENT_BYTES)
         fitting = [(end - begin, number) for number, (begin, end) in enumerate(self._free) if end - begin >= size_bytes]
@@ -183,7 +186,10 @@ class _File:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor if it has no gaps and no overlaps; otherwise contiguous strides for its shape."""
+    """Return strides for a copy of a tensor, without gaps and overlaps.
+
+    They are the strides of the tensor if it has neither, otherwise the contiguous strides of its shape.
+    """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     if tensor.permute(order).is_contiguous():
         return tensor.stride()
@@ -266,9 +272,9 @@ def create(path: Path, shape: Shape, dtype: torch.dtype, fill: Callable[[Tensor]
 
     Args:
         path: the file to create.
-        shape: rows and columns.
+        shape: the numbers of rows and columns.
         dtype: the type of the elements.
-        fill: writes the values into the matrix.
+        fill: function that writes the values into the matrix.
 
     Raises:
         OutputError: if the file exists, or the disk is full.
@@ -303,7 +309,9 @@ def reopen(path: Path, shape: Shape, dtype: torch.dtype) -> Tensor:
 
 
 def unnamed(folder: Path, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Return a matrix of zeros in an unnamed file, which is deleted with the matrix, however the process ends.
+    """Return a matrix of zeros in a mapped file without a name.
+
+    The file is deleted when the matrix is freed, however the process ends.
 
     Raises:
         OutputError: if the folder cannot be written to, or the disk is full.

@@ -32,26 +32,32 @@ Copier = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Lender(Protocol):
-    """An object that keeps optimizer states outside the device, and lends copies to each update."""
+    """An object that keeps optimizer states outside the device, and lends copies on the device to each update."""
 
     def is_lent(self, parameter: torch.Tensor, state: torch.Tensor) -> bool:
-        """Return whether a parameter's state is outside the device, so that updates use a lent copy of it."""
+        """Return whether a state of a parameter is outside the device, so that updates use a lent copy of it."""
         ...
 
     def copies_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors to the memory that holds the states, before the next update begins."""
+        """Start to copy tensors to the memory that holds the states, and return the copies.
+
+        The copying ends before the next update begins.
+        """
         ...
 
     def holding_back(self) -> AbstractContextManager[None]:
-        """Let updates in the block change only the lent copies; `keep` or `drop` then decides about the states."""
+        """Let the updates in the ``with`` block change only the lent copies, not the states.
+
+        Afterwards, `keep` writes the copies back to the states, or `drop` discards them.
+        """
         ...
 
     def keep(self) -> None:
-        """Copy the updated copies back into the states outside the device."""
+        """Write the updated values back to the optimizer states that are stored outside the device."""
         ...
 
     def drop(self) -> None:
-        """Discard the updated copies."""
+        """Discard the updated copies, so that the optimizer states keep their old values."""
         ...
 
 
@@ -65,7 +71,7 @@ _KEEPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Keeper] = weakref.We
 
 @contextmanager
 def outside_the_device() -> Iterator[None]:
-    """Count storages that first appear in the block as outside the device."""
+    """Count storages that first appear inside the ``with`` block as outside the device."""
     _DEPTH.value += 1
     try:
         yield
@@ -81,8 +87,8 @@ def is_outside() -> bool:
 def mark_outside(tensor: torch.Tensor) -> torch.Tensor:
     """Mark a tensor as outside the device. Tensors computed only from marked tensors then count as outside, too.
 
-    The device of a real tensor already shows its memory. A fake tensor needs the mark, and so does a tensor in a test
-    in which the CPU stands in for CUDA.
+    The mark is not needed for a real tensor, whose device shows its memory. It is needed for a fake tensor, and for a
+    tensor in a test in which the CPU stands in for CUDA.
     """
     setattr(tensor, MARK, True)
     return tensor
@@ -100,13 +106,15 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def states_outside(optimizer: torch.optim.Optimizer, copy_of: Copier, lender: Lender | None = None) -> Iterator[None]:
-    """Declare that an optimizer's states leave the device once they are created, so the device never holds them all.
+    """Declare that the states of an optimizer are moved outside the device as soon as they are created.
+
+    So the device never holds all of them. The declaration holds inside the ``with`` block.
 
     Args:
         optimizer: the optimizer.
-        copy_of: copies a tensor to the memory that holds the states; large copies for undoing a step belong there as
-            well.
-        lender: lends copies of states to updates; ``None`` if updates change the states in place.
+        copy_of: function that copies a tensor to the memory that holds the states. Large copies for undoing a step also
+            belong there.
+        lender: the object that lends copies of states to updates; ``None`` if updates change the states in place.
     """
     _KEEPERS[optimizer] = _Keeper(copy_of, lender)
     try:
@@ -121,12 +129,15 @@ def keeps_states_outside(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def copier_of(optimizer: torch.optim.Optimizer) -> Copier | None:
-    """Return the function that copies tensors to the memory of an optimizer's states; ``None`` if it is the device."""
+    """Return the function that copies a tensor to the memory that holds an optimizer's states.
+
+    ``None`` if the states are on the device.
+    """
     keeper = _KEEPERS.get(optimizer)
     return keeper.copy_of if keeper else None
 
 
 def lender_of(optimizer: torch.optim.Optimizer) -> Lender | None:
-    """Return the lender of an optimizer's states, or ``None`` if updates change the states directly."""
+    """Return the lender of an optimizer's states; ``None`` if updates change the states in place."""
     keeper = _KEEPERS.get(optimizer)
     return keeper.lender if keeper else None

@@ -77,7 +77,7 @@ _REQUESTS = re.compile(
 
 
 def oom_family(error: BaseException) -> str | None:
-    """Return the family of an error that certainly means out of memory, or ``None``.
+    """Return the family of an error that certainly means out of memory; ``None`` for any other error.
 
     The explicit causes of the error (``raise ... from``, ``__cause__``) are searched too, but not its ``__context__``.
     Messages are searched only in types that carry such messages: a ``ValueError`` about "out of memory" is not
@@ -87,12 +87,18 @@ def oom_family(error: BaseException) -> str | None:
 
 
 def disguised_family(error: BaseException) -> str | None:
-    """Return the family of an error that means out of memory if the device is nearly full, or ``None``."""
+    """Return the family of an error that is a disguise (see the module); ``None`` for any other error.
+
+    Such an error means out of memory only if the device is nearly full, which the caller must check.
+    """
     return _first_in_chain(error, _disguise_of_one)
 
 
 def oom_family_on(error: BaseException, is_nearly_full: Callable[[], bool]) -> str | None:
-    """Return the family of an error, including disguises if the device is nearly full, or ``None``."""
+    """Return the family of an out-of-memory error; ``None`` for any other error.
+
+    A disguise counts as an out-of-memory error if the device is nearly full.
+    """
     family = oom_family(error)
     if family is None and (disguise := disguised_family(error)) is not None and is_nearly_full():
         return disguise
@@ -100,15 +106,15 @@ def oom_family_on(error: BaseException, is_nearly_full: Callable[[], bool]) -> s
 
 
 def family_of_text(text: str) -> str | None:
-    """Return the family of the out-of-memory error in a message or part of a log, or ``None``."""
+    """Return the family of the out-of-memory error in a message or a part of a log; ``None`` if it has none."""
     return None if _OTHER_FAULTS.search(text) else _first_match(_FAMILY_PATTERNS, text)
 
 
 def requested_bytes(text: str) -> int | None:
-    """Return the size in bytes of the first failed allocation in a text, or ``None``.
+    """Return the size in bytes of the first failed allocation in a text; ``None`` if the text states no size.
 
-    torch, numpy and Metal print binary units, even if they write "GB". Sizes of 2^63 or more are ignored: some drivers
-    print a negative number as unsigned.
+    torch, numpy and Metal print binary units, even if they write "GB". Sizes of 2^63 or more are ignored, because some
+    drivers print a negative number as unsigned.
     """
     match = _REQUESTS.search(text)
     if match is None:

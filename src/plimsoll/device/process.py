@@ -20,14 +20,19 @@ _HIGH_WATER = re.compile(rb"VmHWM:\s*(\d+) kB.*?RssFile:\s*(\d+) kB\s*RssShmem:\
 
 
 class PrivateMemory(NamedTuple):
-    """Private memory and data of a process, in bytes, read at the same moment."""
+    """Memory of a process in bytes, with both numbers read at the same moment.
+
+    Attributes:
+        private_bytes: private memory: anonymous memory that is resident.
+        data_bytes: data: private writable address space, touched or not.
+    """
 
     private_bytes: int
     data_bytes: int
 
 
 def private_memory(pid: int | str = "self") -> PrivateMemory:
-    """Return private and data bytes of a process.
+    """Return the private memory and the data of a process (see the module for these terms).
 
     ``data_bytes`` includes the stack of the main thread (VmStk, usually 132 KiB), because statm adds it to VmData.
 
@@ -44,12 +49,12 @@ def private_bytes(pid: int | str = "self") -> int:
 
 
 def data_bytes(pid: int | str = "self") -> int:
-    """Return the bytes of a process that ``RLIMIT_DATA`` counts (see `private_memory`)."""
+    """Return the data of a process in bytes, which ``RLIMIT_DATA`` limits (see `private_memory`)."""
     return private_memory(pid).data_bytes
 
 
 def address_space_bytes() -> int:
-    """Return the bytes of this process that ``RLIMIT_AS`` counts: all mappings (VmSize)."""
+    """Return the address space of this process in bytes, which ``RLIMIT_AS`` limits: all mappings (VmSize)."""
     return _statm("self")[0] * _PAGE_BYTES
 
 
@@ -72,10 +77,12 @@ def code_bytes() -> int:
 class PeakCounter:
     """The highest private memory of this process since the last `reset`.
 
-    The kernel tracks peak resident memory, including files and shared memory. The most file and shared memory that any
-    `read` measured is subtracted. So call `reset` at every step: if more file pages become resident after the peak, the
-    result is too low by their size. The result is never too high if `read` is called while file mappings are largest,
-    as in a restore. If the kernel refuses the reset (some sandboxes), the result is the highest value passed to `read`.
+    The kernel only tracks the peak of resident memory, which includes files and shared memory. So the largest size of
+    files and shared memory at any `read` is subtracted.
+
+    If more file pages become resident after the peak, the result is too low by their size. To limit this error, call
+    `reset` at every step. The result is never too high if `read` is called while file mappings are largest, as in a
+    restore. If the kernel refuses the reset (some sandboxes), the result is the highest value passed to `read`.
     """
 
     def __init__(self) -> None:
@@ -84,12 +91,16 @@ class PeakCounter:
         self._most_files_bytes = 0
 
     def reset(self) -> None:
-        """Reset the peak to the current use."""
+        """Set the peak to the current private memory."""
         self._highest_seen_bytes, self._most_files_bytes = private_bytes(), 0
         self._kernel_counts = _reset_high_water_mark()
 
     def read(self, used_bytes: int) -> int:
-        """Return the peak in bytes, given the current private bytes."""
+        """Return the peak of private memory in bytes.
+
+        Args:
+            used_bytes: the current private memory.
+        """
         self._highest_seen_bytes = max(self._highest_seen_bytes, used_bytes)
         if not self._kernel_counts:
             return self._highest_seen_bytes
@@ -116,7 +127,7 @@ def _reset_high_water_mark() -> bool:
 
 
 def _high_water() -> tuple[int, int]:
-    """Return peak resident bytes, and current resident bytes of files and shared memory."""
+    """Return the peak of resident memory, and the current resident size of files and shared memory, in bytes."""
     with open("/proc/self/status", "rb", buffering=0) as file:
         highest, files, shared = map(int, _HIGH_WATER.search(file.read()).groups())  # type: ignore[union-attr]
     return highest * 1024, (files + shared) * 1024

@@ -26,13 +26,16 @@ _STATE, _START_TICKS, _EXIT_STATUS = 0, 19, 49  # fields of /proc/PID/stat after
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since boot, or ``None`` if it does not exist or has ended."""
+    """Return the start time of a process in clock ticks since boot.
+
+    ``None`` if the process does not exist or has ended.
+    """
     fields = _stat_of(pid)
     return None if not fields or fields[_STATE] in {"Z", "X"} else int(fields[_START_TICKS])
 
 
 class Watched:
-    """A process whose end can be awaited. Call `close` when finished."""
+    """A process for whose end this process can wait. Call `close` when finished."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -42,14 +45,14 @@ class Watched:
             self._descriptor = os.pidfd_open(pid)
 
     def close(self) -> None:
-        """Close the file descriptor."""
+        """Close the file descriptor that refers to the process."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     @property
     def has_ended(self) -> bool:
-        """True if the process has ended, including as a zombie."""
+        """True if the process has ended. A zombie has ended."""
         return self._start_ticks is None or start_ticks(self.pid) != self._start_ticks
 
     def wait(self, seconds: float) -> bool:
@@ -81,7 +84,10 @@ class Watched:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the process name, which may contain spaces; empty if it has ended."""
+    """Return the fields of /proc/PID/stat that follow the process name; empty if the process has ended.
+
+    The name is cut off because it may contain spaces.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -3,11 +3,11 @@
     speed = measured_speed()              # measured once, then read from a file
     speed = speed_of(find_gpu("rtx3060"))
 
-A measurement holds for a processor, a number of threads and a version of torch. It is cached in ``PLIMSOLL_CACHE``, or
-in ``plimsoll`` in the user's cache folder.
+A measurement holds for a processor, a number of threads and a version of torch. It is cached in the folder
+``PLIMSOLL_CACHE``, or in ``plimsoll`` in the user's cache folder.
 
-The table of GPUs has peak rates, not the shares of them that training reaches. Shares and call overheads were recorded
-on one card. Call overheads depend on the host more than on the card, so their range is wide.
+The table of GPUs has peak rates. The shares of these rates that training reaches, and the overheads of calls, were
+recorded on one card. Call overheads depend on the host more than on the card, so their range is wide.
 
 Does NOT account for clocks that fall when a device gets hot, or for other programs.
 """
@@ -92,8 +92,8 @@ def measured_once(
         prefix: prefix of the file name.
         kind: class of the record.
         name: identifies the measured device, see `name_of`.
-        is_this: returns whether a cached record belongs to the measured device.
-        measure: performs the measurement.
+        is_this: function that returns whether a cached record belongs to the measured device.
+        measure: function that performs the measurement.
     """
     path = cache_folder() / f"{prefix}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     try:
@@ -142,7 +142,10 @@ def measure_speed(device: str = "cpu") -> Speed:
 
 
 def speed_of(spec: DeviceSpec) -> Speed:
-    """Return the expected speed of a GPU from its specification; for unknown rates, a small card is assumed."""
+    """Return the expected speed of a GPU from its specification.
+
+    If the specification lacks a rate, the rate of a small card is assumed.
+    """
     moved = float(spec.memory_bytes_per_second or _UNKNOWN_BYTES_PER_SECOND)
     single = spec.flops.fp32 or (spec.num_sms or _UNKNOWN_NUM_SMS) * _UNKNOWN_SM_FLOPS
     # Without hardware support for a type, products run in float32 with casts.
@@ -169,7 +172,10 @@ def _shares_of(flops_per_second: float, bytes_per_second: float) -> Curve:
 
 
 def name_of(device: str) -> str:
-    """Return the key of a measurement: the device, the number of CPU threads, and the version of torch."""
+    """Return the text that identifies a measurement in the cache.
+
+    It contains the device and the version of torch; for the CPU, also the number of threads.
+    """
     if device == "cpu":
         what = f"{processor_name()}, {torch.get_num_threads()} threads"
     else:
@@ -192,7 +198,7 @@ def _faster(curve: Curve, gain: float) -> Curve:
 
 
 class _Probe:
-    """Measurements on one device."""
+    """The measurements of one device."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -217,10 +223,10 @@ class _Probe:
         return time.thread_time() if self.is_cpu else time.perf_counter()
 
     def gain_of_threads(self) -> float:
-        """Return the speedup of matrix products with all threads over one thread.
+        """Return how many times faster all threads together are than one thread, for matrix products.
 
-        Each thread computes its own products, and its CPU time counts. Wall time would also depend on how busy the
-        machine is. Contention for shared resources (units of a core, caches, clocks) is included.
+        Each thread computes its own products, and only its CPU time counts. Wall time would also depend on how busy the
+        machine is. The effect of shared resources (units of a core, caches, clocks) is included.
         """
         num_threads = torch.get_num_threads()
         if not self.is_cpu or num_threads == 1:
@@ -244,7 +250,7 @@ class _Probe:
         return statistics.median(found)
 
     def products(self, dtype: torch.dtype) -> Curve:
-        """Measure products of a square matrix and matrices with a growing number of rows."""
+        """Measure the FLOPs per second of products of a square matrix and matrices with more and more rows."""
         side = 512 if self.is_cpu else 4096
         points = []
         for rows in (1, 8, 32, 128, side) if dtype == torch.float32 else (32, side):
@@ -257,7 +263,7 @@ class _Probe:
         return tuple(points)
 
     def moving(self) -> dict[MovingKind, Curve]:
-        """Measure memory-bound ops of each kind; for plain ops, with several sizes."""
+        """Measure the bytes per second of memory-bound ops of each kind. Plain ops are measured at several sizes."""
         sides = (_MIB // 32, _MIB // 4, 2 * _MIB, 8 * _MIB) if self.is_cpu else (_MIB // 4, 4 * _MIB, 64 * _MIB)
         num = _MIB // 2 if self.is_cpu else 16 * _MIB
         source, result = self._random(num // 256, 256), self._random(num // 256, 256)
@@ -282,7 +288,7 @@ class _Probe:
         return Point(at=12 * num, rate=12 * num / seconds)
 
     def call_seconds(self) -> float:
-        """Measure the seconds of a call of an op on a tiny tensor."""
+        """Measure the overhead of a call, in seconds, with an op on a tiny tensor."""
         small, num_calls = self._random(8), 500
 
         def run() -> None:
@@ -292,7 +298,7 @@ class _Probe:
         return self.best_seconds(run) / num_calls
 
     def fresh_seconds_per_byte(self) -> float:
-        """Measure the additional seconds per byte of the first write to newly allocated memory."""
+        """Measure how much longer the first write to newly allocated memory takes, in seconds per byte."""
         num_bytes = 32 * _MIB
 
         def fill() -> float:
@@ -309,7 +315,11 @@ class _Probe:
         return max(min(fill() for _ in range(4)), 0.0) / num_bytes
 
     def file_rate(self) -> float:
-        """Measure the bytes per second written to and read from a mapped file whose pages are in memory."""
+        """Return the assumed bytes per second of writing to and reading from a mapped file.
+
+        This is half of the rate measured with pages in memory, because pages that were written back fault at the next
+        write.
+        """
         num_bytes = 32 * _MIB
         with tempfile.TemporaryFile() as file:
             file.truncate(num_bytes)

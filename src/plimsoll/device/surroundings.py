@@ -41,7 +41,7 @@ def may_have_gpu() -> bool:
 
 
 def surroundings() -> dict[str, str | int | None]:
-    """Return the facts about this installation and machine, by name."""
+    """Return the facts about this installation and machine that determine a prediction or plan, by name."""
     cpu = backend_for("cpu").probe()
     return {
         "plimsoll": _sources(),
@@ -65,14 +65,17 @@ def _is_read(name: str) -> bool:
 
 @cache
 def _sources() -> str:
-    """Return a digest of every file of this package that can affect its behaviour."""
+    """Return a digest of every file of Plimsoll that can affect its behaviour."""
     root = Path(errors.__file__).parent
     return _content_of(root, (path for path in root.rglob("*") if path.is_file() and path.suffix != ".pyc"))
 
 
 @cache
 def _sources_of_others(folders: tuple[str, ...]) -> str:
-    """Return a digest of all modules of packages that ship techniques, because one module may import another."""
+    """Return a digest of all modules of other packages that ship techniques.
+
+    All modules are included, because a technique may import any of them.
+    """
     entries = entry_points(group="plimsoll.techniques")
     return _digest(map(_content_of_package, sorted({entry.value.partition(":")[0].split(".")[0] for entry in entries})))
 
@@ -106,7 +109,7 @@ def _distributions(folders: tuple[str, ...]) -> str:
 
 
 def _huge_pages() -> str:
-    """Return the kernel's setting for transparent huge pages, because they increase memory use."""
+    """Return the kernel's setting for transparent huge pages, which increase memory use."""
     try:
         return _HUGE_PAGES.read_text("utf-8").strip()
     except OSError:

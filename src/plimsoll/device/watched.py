@@ -84,7 +84,7 @@ def _children(pid: int, task: str) -> list[int]:
 
 
 def _private_bytes(pid: int) -> int:
-    """Return private bytes, or 0 if they cannot be read. Kernel threads have none."""
+    """Return the private memory of a process in bytes; 0 for a kernel thread, or if it cannot be read."""
     try:
         return private_bytes(pid)
     except OSError:
@@ -134,7 +134,10 @@ def _bytes(fields: dict[str, str], name: str) -> int:
 
 
 def _gpu_bytes(pid: int, gpus: Sequence[GpuUse]) -> int | None:
-    """Return the bytes of a process on all GPUs, or ``None`` if the driver does not list it or gives no size."""
+    """Return the bytes that a process uses on all GPUs.
+
+    ``None`` if the driver does not list the process or does not report its size.
+    """
     sizes = [gpu.bytes_by_process[pid] for gpu in gpus if pid in gpu.bytes_by_process]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None
@@ -146,7 +149,7 @@ def lines_of(
     """Return every limit that applies to these processes, each with its bytes in use.
 
     Args:
-        processes: the memory use of the processes; /dev/shm is read in the mount namespace of the first process.
+        processes: the processes with their memory use. /dev/shm is read in the mount namespace of the first process.
         gpus: the current use of the GPUs.
         is_machine: whether to return the limits of the whole machine: this process's control groups and every GPU.
     """
@@ -169,7 +172,10 @@ def _of_machine() -> list[Line]:
 
 
 def _shm(pid: int) -> list[Line]:
-    """Return the limit and use of /dev/shm as mounted in the process, or as mounted here if its mounts are hidden."""
+    """Return the size and use of /dev/shm as mounted in a process.
+
+    If the mounts of the process are hidden, /dev/shm of this process is read.
+    """
     for path in (Path("/proc", str(pid), "root", "dev/shm"), Path("/dev/shm")):
         try:
             found = os.statvfs(path)

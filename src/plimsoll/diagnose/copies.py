@@ -11,7 +11,7 @@ checkpoint, only the other tensors of the checkpoint count. A module that is not
 with weights of the same shapes is trained.
 
 Not handled: objects that `plimsoll.diagnose.holders` does not find, and a copy that is one long vector. The states of
-an optimizer of another library than torch have the shapes of weights, and are mistaken for a copy.
+optimizers from other libraries have the shapes of weights, and are mistaken for a copy.
 """
 
 from __future__ import annotations
@@ -39,14 +39,20 @@ Shapes = Counter[tuple[int, ...]]
 
 
 class Copy(NamedTuple):
-    """A variable or attribute, the tensors of its copy, and the kind of copy (see `Kept.copy_of`)."""
+    """A copy of weights or states that user code keeps.
+
+    Attributes:
+        root: the variable or attribute that holds the copy.
+        tensors: the tensors of the copy.
+        of: the kind of copy (see `Kept.copy_of`).
+    """
 
     root: Found
     tensors: list[Tensor]
     of: str
 
     def kept(self) -> Kept:
-        """Return the copy with its size and the line that stores it."""
+        """Return the copy as a kept value, with its size and the line of code that stores it."""
         store = stored(self.root)
         is_loaded = self.of == "weights" and _LOADS.search(store.code) is not None
         return Kept(
@@ -62,7 +68,7 @@ class Copy(NamedTuple):
 
 
 def _whose(root: Found) -> str:
-    """Describe the kind of variable, with the function or class that owns it."""
+    """Describe the variable or attribute in words: ``a variable of main()`` or ``an attribute of a Trainer``."""
     owner = root.owners[0]
     if not isinstance(owner, CodeType):
         return f"an attribute of a {type(owner).__name__}"
@@ -75,9 +81,9 @@ def copies_in(found: Iterable[Found], frames: Sequence[FrameType], stock: Invent
 
     Args:
         found: the result of `plimsoll.diagnose.holders.found_in`.
-        frames: the frames that were searched, innermost first. If several have a variable for the same container, the
-            copy is named after the last one, because that variable must be deleted.
-        stock: the inventory of the device, before its unclaimed storages are claimed.
+        frames: the frames that were searched, innermost first. If variables of several frames hold the same container,
+            the copy is named after the outermost variable, which must be deleted to free it.
+        stock: the inventory of the device's memory, before storages of unknown use are assigned to a category.
     """
     used = stock.claimed() | stock.saved_by_graphs()
     models = _models_of(stock)
@@ -97,7 +103,10 @@ def copies_in(found: Iterable[Found], frames: Sequence[FrameType], stock: Invent
 
 
 def _outermost(one: Found, frames: Sequence[FrameType]) -> Found:
-    """Return the variable or attribute that contains a value; for an argument, the caller's variable."""
+    """Return the variable or attribute that contains a value.
+
+    If callers hold the same container in variables, for example because it is an argument, the outermost is returned.
+    """
     root, seen = one._replace(name=one.root_name, value=one.root_value), set[int]()
     if "." in root.name:
         return root
@@ -172,7 +181,7 @@ def _of_container(root: Found, kind: str, models: list[_Model], used: set[int]) 
 
 
 def _is_free(tensor: Tensor, kind: str, used: set[int]) -> bool:
-    """Return whether a tensor is on the device and the training does not use it."""
+    """Return whether a tensor is on devices of this kind and is not used by the training, so it can be a copy."""
     if tensor.device.type != kind or tensor.requires_grad or has_graph(tensor):
         return False
     key = storage_key(tensor)
@@ -180,7 +189,7 @@ def _is_free(tensor: Tensor, kind: str, used: set[int]) -> bool:
 
 
 def _tables_in(value: Any) -> Iterator[tuple[dict[Any, Tensor], bool]]:
-    """Yield, for each container nested in a value, its tensors by key, and whether they are optimizer states."""
+    """Yield the tensors by key of each container nested in a value, and whether they are states of an optimizer."""
     waiting, seen, num_items = [(value, False)], set(), 0
     while waiting and num_items < _MOST_ITEMS:
         container, is_of_optimizer = waiting.pop()
@@ -201,13 +210,19 @@ def _tables_in(value: Any) -> Iterator[tuple[dict[Any, Tensor], bool]]:
 
 
 def _are_names(table: dict[Any, Tensor], names: set[str]) -> bool:
-    """Return whether at least 90 % of the keys are names of weights. A batch can contain such a name: ``mask``."""
+    """Return whether at least 90 % of the keys are names of weights.
+
+    One match is not enough, because a batch can have a key such as ``mask``, which is also the name of a weight.
+    """
     known = sum(isinstance(key, str) and ("." in key or key in names) for key in table)
     return known >= _LEAST_NAMED_SHARE * len(table)
 
 
 def _covers(shapes: Shapes, of_model: Shapes) -> bool:
-    """Return whether tensors match half of a model's elements by shape, and half of their elements match the model."""
+    """Return whether tensors look like the weights of a model, by shape.
+
+    At least half of the model's elements must match tensors, and half of the tensors' elements must match the model.
+    """
     if shapes.total() < _FEWEST:
         return False
     common = sum(prod(shape) * number for shape, number in (shapes & of_model).items())

@@ -94,14 +94,19 @@ class Evidence:
 
     @property
     def growth(self) -> MemoryGrowth | None:
-        """The growth of the memory in use per step; ``None`` if there are too few measurements."""
+        """The growth per step of the memory in use; ``None`` if there are too few measurements to estimate it."""
         return growth_of(self.used_bytes)
 
 
 def with_prediction(evidence: Evidence, prediction: Prediction, **more: Any) -> Evidence:
-    """Return the evidence with the parts of a predicted peak and the tensors that are alive at it.
+    """Add to the evidence the parts of a predicted peak and the tensors that are alive at it.
 
     If memory ran out, the predicted peak replaces the measured peak, which cannot exceed the limit.
+
+    Args:
+        evidence: the evidence without a prediction.
+        prediction: the predicted peak.
+        more: values for other fields of `Evidence`.
     """
     measured_bytes = None if evidence.has_run_out else evidence.peak_bytes
     return replace(
@@ -146,7 +151,7 @@ def ended_in_oom(run: RunRecord) -> bool:
 
 
 def evidence_of_run(run: RunRecord) -> Evidence:
-    """Return the evidence in the record of a run."""
+    """Return the evidence that the record of a run contains."""
     event = next(reversed(run.oom_events), None) if ended_in_oom(run) else None
     borders = [*sorted({start.step for start in run.starts} | {0}), max((step.step for step in run.steps), default=0)]
     first, last = max(pairwise(borders), key=lambda part: part[1] - part[0], default=(0, 0))
@@ -175,7 +180,7 @@ def evidence_of_run(run: RunRecord) -> Evidence:
 
 
 def evidence_of_step(step: TrainStep) -> Evidence:
-    """Return the evidence in a `TrainStep` that the user's own loop calls."""
+    """Return the evidence about a user's own loop that a `TrainStep` has collected."""
     used = tuple(step.graphs.memory)
     return Evidence(
         subject=type(step.workload.model).__name__,
@@ -208,8 +213,8 @@ class Kept:
         num_steps_back: number of steps that have finished since the oldest operation of these graphs.
         is_of_data: whether a data set or a loader owns it.
         place: the line that stores it, ``file.py:12``; "" if unknown.
-        code: the source text of that line.
-        remedy: that line, changed to drop the graph.
+        code: the source text of the line in ``place``.
+        remedy: the line in ``code``, changed so that it stores the value without its graph; "" if unknown.
         is_made_at_once: whether it was created with all its items, as a batch is, so it does not grow.
         copy_of: if it is a copy, its kind: ``"checkpoint"``, ``"weights"`` or ``"model"``; "" otherwise.
     """
@@ -238,7 +243,7 @@ class Kept:
 
     @property
     def has_grown(self) -> bool:
-        """True if it has gained at least three items, and more than half of its items, since it was first seen."""
+        """True if the value has gained at least three items, and more than half of its items, since the first count."""
         before = self.num_items_before or 0
         return not self.is_made_at_once and self.num_items - before >= 3 and self.num_items > 1.5 * before
 
@@ -252,12 +257,12 @@ class Seen:
         is_evaluating: whether every model that has parameters is in evaluation mode.
         records_graph: whether forward passes saved tensors for a backward pass.
         evaluation_place: the line that called the model; "" if unknown.
-        processes: this process first, then its child processes.
-        is_of_worker: whether the error comes from a DataLoader worker.
-        loader: the user's variable for the DataLoader, with the line that made it.
-        num_workers: workers that this loader starts.
+        processes: memory use of this process, then of its child processes.
+        is_of_worker: whether memory ran out in a DataLoader worker.
+        loader: the user's variable for the DataLoader, with the line that assigns it; ``None`` if none was found.
+        num_workers: number of worker processes that ``loader`` starts.
         lines: the control group limits on this process, with the bytes in use of each.
-        machine_bytes: total memory of the machine.
+        machine_bytes: total memory of the machine; ``None`` if unknown.
     """
 
     kept: tuple[Kept, ...] = ()

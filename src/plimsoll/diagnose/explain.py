@@ -104,7 +104,7 @@ def _of_run(
 
 
 def _survived(run: RunRecord) -> tuple[str, ...]:
-    """Return a note that memory ran out and the run continued; empty if this did not happen."""
+    """Return a note if memory ran out but the run continued; otherwise return no notes."""
     phases = [event.phase or "an unknown phase" for event in run.oom_events if event.survived]
     if not phases:
         return ()

@@ -1,7 +1,7 @@
-"""The diagnosis of evidence: the findings of all causes, and notes such as one about growth that no cause explains.
+"""The diagnosis of evidence: the findings of all causes, and notes, for example about growth that no cause explains.
 
-Findings are sorted by effect, largest first. A finding about memory that the training does not use comes first if
-freeing it suffices for the failed request.
+Findings are sorted by effect, largest first. One kind of finding comes before all others: memory that the training does
+not use, if freeing it is enough for the allocation that failed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def diagnosed(evidence: Evidence, notes: tuple[str, ...] = ()) -> Diagnosis:
 
 
 def _place(finding: Finding, evidence: Evidence) -> tuple[bool, int, bool]:
-    """Return the sort key of a finding, for ascending order."""
+    """Return a key that sorts findings: first those whose unused memory is enough, then by effect, largest first."""
     effect_bytes = finding.effect_bytes or 0
     is_enough = finding.is_unused and effect_bytes >= (evidence.requested_bytes or 0)
     is_less_likely = evidence.event is not None and finding.cause == evidence.event.likely_cause_alt

@@ -14,7 +14,12 @@ from plimsoll.records.job_edit import changed_job
 
 
 class FixedJob(NamedTuple):
-    """A job file, and the path for the fixed job."""
+    """The paths of a job and of its fixed copy.
+
+    Attributes:
+        job_file: the job file.
+        path: the file to write.
+    """
 
     job_file: Path
     path: Path
@@ -43,7 +48,11 @@ class FixedJob(NamedTuple):
         return cls(job_file, path)
 
     def write(self, diagnosis: Diagnosis, number: int | None) -> str:
-        """Write the job with remedy ``number``, see `chosen_remedy`, and return a sentence about the file.
+        """Write the job with one remedy applied, and return a sentence about the written file.
+
+        Args:
+            diagnosis: the diagnosis of the job or run.
+            number: the number of the remedy; ``None`` for the first suitable one (see `chosen_remedy`).
 
         Raises:
             InputError: if there is no such remedy.
@@ -55,10 +64,10 @@ class FixedJob(NamedTuple):
 
 
 def require_known_training(source: Path, options: Mapping[str, object]) -> Path | None:
-    """Return the job file of a source; ``None`` for a text or snapshot, which the options do not apply to.
+    """Return the job file of a job or run; ``None`` for a text or snapshot, whose training is unknown.
 
     Raises:
-        InputError: if one of the options is set for a text or snapshot.
+        InputError: if one of the options is set for a text or snapshot, to which options do not apply.
     """
     if source.is_dir():
         return source / "job.yaml"
@@ -74,7 +83,9 @@ def require_known_training(source: Path, options: Mapping[str, object]) -> Path 
 
 
 def chosen_remedy(diagnosis: Diagnosis, number: int | None) -> Remedy:
-    """Return remedy ``number``; for ``None``, the first remedy that fits and does not change the training.
+    """Return the remedy with this number.
+
+    Without a number, return the first remedy with which the job fits and that does not change the training.
 
     Raises:
         InputError: if no remedy was found, or it must be chosen by its number.

@@ -55,7 +55,7 @@ def follow(
 
 @dataclass
 class Seen:
-    """The results of a watch. Samples are kept only on request, because they fill memory."""
+    """The results of a watch. Samples are kept only on request, because a long watch would fill memory with them."""
 
     keeps_samples: bool
     samples: list[WatchSample] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Seen:
     interrupted_by: int | None = None
 
     def note(self, sample: WatchSample) -> None:
-        """Record whether a sample has warnings, and keep the sample if samples are kept."""
+        """Record whether a sample has warnings. Also store the sample if ``keeps_samples`` is set."""
         self.has_warned |= bool(sample.warnings)
         if self.keeps_samples:
             self.samples.append(sample)
@@ -87,7 +87,7 @@ class Seen:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block."""
+    """Delay Ctrl-C and SIGTERM until the block has ended, so that they cannot interrupt it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

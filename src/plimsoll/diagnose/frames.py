@@ -16,14 +16,19 @@ _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Line(NamedTuple):
-    """A running line of user code; ``place`` is ``file.py:12``."""
+    """A line of user code that is running.
+
+    Attributes:
+        frame: the frame of the line.
+        number: the line number.
+    """
 
     frame: FrameType
     number: int
 
     @property
     def place(self) -> str:
-        """The file and line; the path is relative if the file is below the current folder."""
+        """The file and line as ``file.py:12``. The path is relative if the file is below the current folder."""
         path = self.frame.f_code.co_filename
         here = os.path.relpath(path)
         return f"{path if here.startswith(os.pardir) else here}:{self.number}"
@@ -44,12 +49,12 @@ def frames_of(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
 
 
 def users_lines(frames: list[tuple[FrameType, int]]) -> list[Line]:
-    """Return the current lines of those frames that are user code."""
+    """Return the running lines of those frames that are user code, in the order of the frames."""
     return [Line(frame, number) for frame, number in frames if _is_users_frame(frame)]
 
 
 def users_callers(frame: FrameType | None) -> list[Line]:
-    """Return the current lines of a frame and its callers that are user code, innermost first."""
+    """Return the running lines of user code in a frame and its callers, innermost first."""
     found = []
     while frame is not None:
         found.append((frame, frame.f_lineno))

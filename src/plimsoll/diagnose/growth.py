@@ -1,12 +1,13 @@
 """A test for steady growth of memory from step to step, despite the noise of an allocator.
 
-The steps are divided into quarters, and memory must grow from each quarter's median to the next. A jump (a batch longer
-than any before, an evaluation) is not steady growth, because it appears in only one of these three rates. Noise puts
-four medians in ascending order once in 24 times, so the growth must also be even and large enough.
+The steps are divided into quarters. Memory must grow in all three transitions from the median of one quarter to the
+median of the next. A jump (a batch longer than any before, an evaluation) is not steady growth, because it appears in
+only one of these transitions. Noise puts four medians in ascending order once in 24 times, so the growth must also be
+even and large enough.
 
-Not handled: growth without a limit looks like a heap that still fills. A glibc heap grows for hundreds of steps if text
-lengths change from batch to batch, although user code keeps no objects. `docs/explain.md` reports how often such a heap
-is mistaken for steady growth.
+Not handled: a heap that still fills is not distinguished from growth without end. A glibc heap grows for hundreds of
+steps if text lengths change from batch to batch, although user code keeps no objects. `docs/explain.md` reports how
+often such a heap is mistaken for steady growth.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _NOISE_BYTES, _NOISE_SHARE = 1 << 20, 0.02
 
 
 def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
-    """Estimate the growth per step. It is steady if no rate from one quarter of the steps to the next is much lower.
+    """Estimate the growth of memory per step, and whether it is steady.
+
+    It is steady if it exceeds the noise, and no rate from one quarter of the steps to the next is much below the
+    estimate.
 
     Args:
         points: steps in ascending order, and the bytes in use after each.
@@ -56,6 +60,9 @@ def growth_of(points: Sequence[tuple[int, int]]) -> MemoryGrowth | None:
 
 
 def theil_sen(points: Sequence[tuple[float, int]]) -> float:
-    """Return the median of the slopes between all pairs of points (https://doi.org/10.1007/978-94-011-2546-8_20)."""
+    """Return the median slope between all pairs of points, an estimate of growth that outliers hardly affect.
+
+    Source: Theil-Sen, https://doi.org/10.1007/978-94-011-2546-8_20.
+    """
     stride = -(-len(points) // _MOST_POINTS)
     return median((later[1] - one[1]) / (later[0] - one[0]) for one, later in combinations(points[::stride], 2))

@@ -3,7 +3,7 @@
 The search starts at the given frames: local variables, global variables of their modules, attributes of modules and
 plain objects, and containers in them, to a depth of four. Containers of up to `_FEW` items are searched item by item;
 larger ones count as one value. The size of a large container is extrapolated from 500 evenly spaced items. The graphs
-of a value's tensors are walked up to `_MOST_NODES` operations. Graphs that are not walked count as equally large.
+of a value's tensors are walked up to `_MOST_NODES` operations. The other graphs are assumed to be as large on average.
 
 Not handled: variables of functions that have returned, generators, objects that only C++ keeps alive, and buffers of
 other libraries without ``nbytes``. Optimizers and the parameters of modules do not count.
@@ -39,10 +39,16 @@ _LEAVES = (int, float, complex, type(None), type, ModuleType, FunctionType, Buil
 
 
 class Found(NamedTuple):
-    """A value that keeps memory alive: its full name, the name of its variable or attribute, and its owners.
+    """A value that user code keeps alive.
 
-    The owners are the objects that contain it, innermost first, and then the code that may store its variable.
-    ``root_name`` and ``root_value`` are the variable or attribute that contains the value, or the value itself.
+    Attributes:
+        name: the full expression for the value, such as ``model.cache["loss"]``.
+        variable: the name of the variable or attribute that contains the value, such as ``cache``.
+        owners: the objects that contain that attribute, innermost first, and then the code that may assign the
+            variable.
+        value: the value.
+        root_name: the expression for that variable or attribute, such as ``model.cache``.
+        root_value: the value of that variable or attribute, which contains ``value`` or is ``value``.
     """
 
     name: str
@@ -54,12 +60,16 @@ class Found(NamedTuple):
 
     @property
     def num_items(self) -> int:
-        """The number of items; 1 if the value is not a container."""
+        """The number of items if the value is a container, otherwise 1."""
         return len(self.value) if isinstance(self.value, CONTAINERS) else 1
 
 
 class _Size(NamedTuple):
-    """Bytes of objects that are not tensors, the tensors, and the factor from this sample of items to all items."""
+    """Size of a value, of which only a sample of the items may have been examined.
+
+    ``host_bytes`` are the bytes of sampled objects other than tensors, ``tensors`` the sampled tensors. Multiplied by
+    ``factor``, they are estimates for all items.
+    """
 
     host_bytes: int
     tensors: list[Tensor]
@@ -81,7 +91,7 @@ def variables_of(frame: FrameType, seen: set[int]) -> Iterator[tuple[str, Any, t
 
     Args:
         frame: the frame.
-        seen: identities of scopes (dictionaries of variables) to skip. The scopes of this frame are added.
+        seen: ids of the scopes (dictionaries of variables) to skip. The function adds the scopes of this frame.
     """
     code = frame.f_code
     for scope, owners in ((frame.f_locals, (code,)), (frame.f_globals, (code, _whole_file(code)))):
@@ -91,7 +101,7 @@ def variables_of(frame: FrameType, seen: set[int]) -> Iterator[tuple[str, Any, t
 
 
 def lengths_of(found: Iterable[Found]) -> dict[int, int]:
-    """Return the number of items of every found value, by the value's ``id``."""
+    """Return the number of items of each found value. The keys are the ids of the values."""
     return {id(one.value): one.num_items for one in found}
 
 
@@ -108,7 +118,8 @@ def kept_by(
         found: the result of `found_in`.
         lengths_before: the result of an earlier `lengths_of`, for `Kept.num_items_before`.
         borders: number of operations that autograd had recorded at the end of each step, ascending.
-        kind: kind of device. Tensors on other devices do not count. Other objects only count on the CPU.
+        kind: kind of the device that is explained. Tensors on other devices do not count. Objects other than tensors
+            only count on the CPU.
         used: keys of storages that do not count (see `storage_key`).
     """
     seen: set[int | None] = {None, *used}
@@ -117,7 +128,10 @@ def kept_by(
 
 
 def stored(found: Found) -> Assignment:
-    """Return the line of user code that assigns a value; empty strings if it was not found."""
+    """Return the line of user code that assigns a value to its variable or attribute.
+
+    If the line was not found, all fields of the result are empty.
+    """
     owners = found.owners
     of_graph = assignment_of(owners, found.variable, found.value)
     store = of_graph or assignment_of(owners, found.variable, found.value, True)
@@ -167,7 +181,10 @@ def _is_leaf(item: Any) -> bool:
 
 
 def _named(value: Any) -> Iterable[tuple[str, Any]]:
-    """Return an object's attributes; for a module, attributes of it and its submodules that torch does not define."""
+    """Return the attributes of an object, by name.
+
+    For a module, the attributes of its submodules are included, but no attribute that torch defines.
+    """
     if not isinstance(value, nn.Module):
         return attributes_of(value)
     parts = [(path, part) for path, part in value.named_modules() if path]
@@ -179,7 +196,7 @@ def _named(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _own_bytes(value: Any) -> int:
-    """Return the bytes that an array, table or text reports as its size; 0 for other values."""
+    """Return the size that an array, table or text itself reports, in bytes; 0 for other values."""
     if isinstance(value, str | bytes | bytearray):
         return sys.getsizeof(value)
     num_bytes = getattr(value, "nbytes", None) if type(value).__module__.partition(".")[0] in _SIZED else None
@@ -217,7 +234,10 @@ def _kept(one: Found, before: Mapping[int, int], borders: Sequence[int], kind: s
 
 
 def _is_made_at_once(value: Any, store: Assignment) -> bool:
-    """Return whether a container looks like a batch: a tuple, a small dict with text keys, or a small loop variable."""
+    """Return whether a container was probably created with all its items, as a batch is.
+
+    This is assumed for a tuple, a small dict with text keys, or a small container that no assignment stores.
+    """
     if isinstance(value, tuple):
         return True
     is_named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
@@ -225,7 +245,10 @@ def _is_made_at_once(value: Any, store: Assignment) -> bool:
 
 
 def _graph(tensors: list[Tensor], without: set[int | None]) -> tuple[int, int | None]:
-    """Return the bytes of the graphs of tensors, and the sequence number of their oldest operation."""
+    """Return the bytes of the graphs of some tensors, and the sequence number of their oldest operation.
+
+    The number is ``None`` if the graphs have no operations. Tensors whose storage keys are in ``without`` do not count.
+    """
     own = set(without)
     num_nodes = num_done = saved_bytes = 0
     oldest: int | None = None
@@ -248,7 +271,7 @@ def _graph(tensors: list[Tensor], without: set[int | None]) -> tuple[int, int | 
 
 
 def _size(value: Any, depth: int = 0, seen: set[int] | None = None) -> _Size:
-    """Return the size of a value and its items. An object that occurs twice counts once."""
+    """Measure a value and its items, from a sample of the items if there are many. Each object counts once."""
     seen = set() if seen is None else seen
     if isinstance(value, _LEAVES):
         return _of_object(value, depth, seen)  # not added to `seen`: there may be millions of numbers

@@ -53,7 +53,10 @@ class Explained(ContextDecorator):
         self._depth = 0
 
     def __enter__(self) -> Explained:
-        """Start to observe. Of nested blocks, as in a decorated recursive function, only the outermost observes."""
+        """Start to observe memory.
+
+        Of nested blocks, as in a decorated recursive function, only the outermost block observes.
+        """
         self._depth += 1
         if self._depth > 1:
             return self
@@ -72,7 +75,7 @@ class Explained(ContextDecorator):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Explain an out-of-memory error; every exception propagates."""
+        """Explain the error if it is an out-of-memory error. Every exception propagates."""
         self._depth -= 1
         if self._depth:
             return

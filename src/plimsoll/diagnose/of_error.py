@@ -47,7 +47,8 @@ class Before:
 
     Attributes:
         lengths: number of items of each container, by its ``id``.
-        tensors: tensors in variables at the start of the block and after the first step. Later tensors may be batches.
+        tensors: tensors that variables held at the start of the block or after the first step. Later tensors may be
+            batches.
         used_bytes: step numbers, and the bytes in use after each.
         borders: number of operations that autograd had recorded at the end of each step.
         births: the line of user code that made each tensor, by the tensor's address.
@@ -64,7 +65,7 @@ class Before:
     baseline_bytes: int = 0
 
     def look_at(self, frames: Iterable[FrameType]) -> None:
-        """Record lengths and tensors of the values that variables of frames keep alive now."""
+        """Record the values that the variables of these frames hold now: their numbers of items, and their tensors."""
         found = list(found_in(frames))
         self.lengths |= lengths_of(found)
         self.tensors += [ref(tensor) for one in found for tensor in _tensors_of(one.value)]
@@ -72,7 +73,7 @@ class Before:
 
 @dataclass
 class _Scene:
-    """The frames at the error, and the values found in them."""
+    """The frames at the error, their lines of user code, and the values that their variables keep alive."""
 
     frames: list[tuple[FrameType, int]]
     lines: list[Line]
@@ -80,7 +81,7 @@ class _Scene:
 
     @property
     def phase(self) -> str:
-        """The phase of the step: ``"forward"``, ``"backward"`` or ``"optimizer"``."""
+        """The phase of the training step in which memory ran out: ``"forward"``, ``"backward"`` or ``"optimizer"``."""
         for frame, _ in self.frames:
             name, path = frame.f_code.co_name, frame.f_code.co_filename
             if name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
@@ -90,7 +91,7 @@ class _Scene:
         return "forward"
 
     def assignment_of_variable(self, kind: type) -> tuple[Found, Any] | None:
-        """Return the user's variable for an object of type ``kind``, and the object; ``None`` if none exists."""
+        """Return a user variable that holds an object of type ``kind``, and the object; ``None`` if none is found."""
         for line in self.lines:
             for scope in (line.frame.f_locals, line.frame.f_globals):
                 for name, value in list(scope.items()):
@@ -99,7 +100,7 @@ class _Scene:
         return None
 
     def line_of_variable(self, kind: type) -> str:
-        """Return the line that assigns the variable for an object of type ``kind``; "" if unknown."""
+        """Return the line that assigns the user variable for an object of type ``kind``; "" if it is unknown."""
         variable = self.assignment_of_variable(kind)
         return "" if variable is None else stored(variable[0]).place
 
@@ -122,7 +123,7 @@ def evidence_of_error(error: BaseException, backend: Backend, before: Before, ca
         error: the exception, with its traceback.
         backend: the backend on which memory ran out.
         before: observations from before memory ran out.
-        caller: the frame that contains the block or called the decorated function.
+        caller: the frame that contains the `explained` block or called the decorated function.
     """
     frames = frames_of(error.__traceback__)
     lines = [*users_lines(frames), *users_callers(caller)]
@@ -192,14 +193,17 @@ def _num_states(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
 
 
 def _innermost(frames: list[tuple[FrameType, int]], lines: list[Line]) -> list[FrameType]:
-    """Return the frames from the innermost out to the first frame of user code."""
+    """Return the frames from the line that failed outwards, up to and including the first frame of user code."""
     users = lines[0].frame if lines else None
     numbers = [number for number, (frame, _) in enumerate(frames) if frame is users]
     return [frame for frame, _ in frames[: numbers[0] + 1 if numbers else 1]]
 
 
 def _kept(scene: _Scene, stock: Inventory, before: Before) -> list[Kept]:
-    """Return the values that variables keep, largest first. Assign their storages in ``stock`` to categories."""
+    """Return the values that user variables keep alive, largest first.
+
+    Also assigns the storages of these values to categories in ``stock``, the inventory of the device's memory.
+    """
     copies = copies_in(scene.found, [line.frame for line in scene.lines], stock)
     roots = {id(copy.root.value) for copy in copies}
     used = stock.claimed()
@@ -214,14 +218,23 @@ def _kept(scene: _Scene, stock: Inventory, before: Before) -> list[Kept]:
 
 
 def _given_to_modules(scene: _Scene) -> Iterator[Tensor]:
-    """Yield the inputs and local results of the modules that were running when memory ran out."""
+    """Yield the tensors in local variables of the modules that were running when memory ran out."""
     for frame, _ in scene.frames:
         if isinstance(frame.f_locals.get("self"), nn.Module):
             yield from (one for value in list(frame.f_locals.values()) for one in _tensors_of(value))
 
 
 def _named(all_found: list[Found], kept: list[Kept], stays: set[int]) -> dict[str, list[Tensor]]:
-    """Group tensors without a graph: kept tensors (in growing containers, or kept from step to step), and batches."""
+    """Group tensors that user variables hold, by category: `KEPT` and ``"inputs"``.
+
+    Tensors in growing containers, in data sets and in ``stays`` are `KEPT`. The others are batches. Tensors that
+    require a gradient are omitted, except in growing containers and data sets.
+
+    Args:
+        all_found: all values that variables hold.
+        kept: the values among them that are reported, with their growth.
+        stays: ids of tensors that variables already held at the start or after the first step.
+    """
     many = {one.name for one in kept if one.num_items > 2 and (one.has_grown or one.is_of_data)}
     tensors: list[Tensor] = []
     batch: list[Tensor] = []
@@ -235,7 +248,7 @@ def _named(all_found: list[Found], kept: list[Kept], stays: set[int]) -> dict[st
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
-    """Return a tensor, or the tensors that are items of a container, as a list."""
+    """Return the tensors in a value: the tensor itself, or those items of a container that are tensors."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, CONTAINERS) else ()
@@ -243,13 +256,19 @@ def _tensors_of(value: Any) -> list[Tensor]:
 
 
 def _vocab_size(stock: Inventory) -> int | None:
-    """Return the number of rows of the largest embedding; the output layer has as many."""
+    """Return the number of rows of the largest embedding; ``None`` without an embedding.
+
+    This is taken as the size of the vocabulary, because the output layer usually has as many rows.
+    """
     tables = [one.num_embeddings for one in stock.modules if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
     return max(tables, default=None)
 
 
 def _sequence_length(stock: Inventory, asked: Asked | None) -> int | None:
-    """Return the last dimension of the largest tensor of shape (..., n, n) with at least three dimensions."""
+    """Return the sequence length, guessed from attention scores; ``None`` if no tensor looks like them.
+
+    This is the last dimension of the largest tensor of shape (..., n, n) with at least three dimensions.
+    """
     free = {"activations", "temporaries"}
     shapes = [(one.num_bytes, one.shape) for one in stock.pieces if one.category in free]
     shapes += [(prod(asked.shape) * asked.dtype.itemsize, asked.shape)] if asked else []
@@ -258,7 +277,10 @@ def _sequence_length(stock: Inventory, asked: Asked | None) -> int | None:
 
 
 def _asked_category(scene: _Scene, stock: Inventory) -> str:
-    """Return the category of the requested tensor; "" for an optimizer's first states, which are counted together."""
+    """Return the category of the tensor that could not be allocated.
+
+    This is "" for the first states of an optimizer, because their missing bytes are counted with the other states.
+    """
     names = {frame.f_code.co_name for frame, _ in scene.frames}
     if scene.phase == "optimizer":
         return "" if "_init_group" in names else "temporaries"
@@ -319,7 +341,7 @@ def _holdings(stock: Inventory, scene: _Scene, asked: Asked | None, before: Befo
 
 
 def _op_asked(scene: _Scene) -> str:
-    """Return the text of the line that failed, which contains the name of the operation."""
+    """Return the source text of the line that failed, in place of the name of the operation that failed."""
     return scene.lines[0].code.lower()
 
 
@@ -355,5 +377,8 @@ def _of_variable(found: Found) -> Kept:
 
 
 def _caller_of_model(scene: _Scene) -> Line | None:
-    """Return the innermost line of user code that is in no method of a module."""
+    """Return the innermost line of user code outside all methods of modules, which is the line that called the model.
+
+    ``None`` if there is no such line.
+    """
     return next((one for one in scene.lines if not isinstance(one.frame.f_locals.get("self"), nn.Module)), None)

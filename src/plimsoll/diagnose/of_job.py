@@ -112,7 +112,7 @@ def diagnosis_of_run(
 
 
 def _texts(directory: Path) -> TextSketch | None:
-    """Return a sketch of the texts of a run; ``None`` if the prepared data cannot be read."""
+    """Return a sketch of the prepared texts of a run; ``None`` if they cannot be read."""
     try:
         return texts_of(Prepared.load(directory / "prepared.json"))
     except PlimsollError:
@@ -120,7 +120,10 @@ def _texts(directory: Path) -> TextSketch | None:
 
 
 def _last(run: RunRecord) -> tuple[int | None, int | None]:
-    """Return the fallback number and the micro-batch (samples) at the end of a run; ``None`` if unknown."""
+    """Return the fallback number and the micro-batch (in samples) that were in use at the end of a run.
+
+    Each is ``None`` if the record of the run does not contain it.
+    """
     event = next(reversed(run.oom_events), None)
     if event is not None and ended_in_oom(run):
         return event.fallback, event.micro_batch
@@ -129,7 +132,10 @@ def _last(run: RunRecord) -> tuple[int | None, int | None]:
 
 
 def _padding_share(directory: Path) -> float | None:
-    """Return the average padding share of a run's batches; ``None`` if tokens were deleted or nothing is padded."""
+    """Return the average share of the tokens in a run's batches that are padding.
+
+    ``None`` if the prepared tokens were deleted, or the batches are not padded.
+    """
     try:
         job = Job.from_yaml(directory / "job.yaml")
         if not (job.is_labelled or job.data.has_padding):

@@ -82,7 +82,10 @@ def _notes(event: OomText, log: Log, is_explained: bool) -> list[str]:
 
 
 def _mistakes(event: OomText) -> list[str]:
-    """Return the lint findings in the file where the error was raised, if the file exists here and is unchanged."""
+    """Return the lint findings in the file that raised the error.
+
+    Empty if the file is not on this machine or its line has changed.
+    """
     path, line = Path(event.place.rpartition(":")[0]), event.place.rpartition(":")[2]
     found: tuple[LintFinding, ...] = ()
     with suppress(OSError):  # the path is from another machine or user

@@ -3,7 +3,7 @@
 Only the sizes of processes are visible from outside. The diagnosis names the process and the rate of its growth, not
 the line of code. The remedies tell where to look next. A process grows if `plimsoll.diagnose.growth` finds steady
 growth of its private memory over the samples. A run may use all of its budget. So the budget, and the ``RLIMIT_DATA``
-that enforces it, are reported only if memory ran out. Not handled: growth that ends looks like growth without a limit.
+that enforces it, are reported only if memory ran out. Not handled: growth that would end by itself is reported, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ Points = list[tuple[float, ProcessUse]]
 
 
 class _Grown(NamedTuple):
-    """The growth of one process: its last sample, the bytes gained, the rate, and the seconds at its start and end."""
+    """The growth of one process during a watch.
+
+    Attributes:
+        use: its memory use when the measured growth ends.
+        risen_bytes: the bytes by which its private memory grew.
+        bytes_per_second: the rate of the growth.
+        seconds: the times at which the measured growth begins and ends, since the start of the watch.
+    """
 
     use: ProcessUse
     risen_bytes: int
@@ -79,7 +86,7 @@ def _notes(record: WatchRecord, *, has_grown: bool) -> Iterator[str]:
 
 
 def _grown(record: WatchRecord) -> Iterator[Finding]:
-    """Yield a finding for each process that grew; child processes of one parent share a finding."""
+    """Yield a finding for each process that grew. Child processes of the same parent share one finding."""
     grown = [found for points in record.uses_by_pid.values() if (found := _growth(points)) is not None]
     parents = {use.pid for sample in record.samples for use in sample.processes}
     workers: dict[int, list[_Grown]] = {}
@@ -171,7 +178,11 @@ def _num_kills(record: WatchRecord) -> int:
 
 
 def _limit_that_killed(record: WatchRecord) -> Line | None:
-    """Return the fullest limit that can have caused the end: of a control group or the machine if the kernel killed."""
+    """Return the limit that most probably ended the watched process; ``None`` if there is no candidate.
+
+    If the kernel killed it, the limits of control groups and the machine are candidates, otherwise all other limits.
+    The fullest candidate is returned.
+    """
     is_by_kernel = _num_kills(record) or (record.end is not None and record.end.exit_code == -signal.SIGKILL)
     kinds = {"cgroup", "machine"} if is_by_kernel else {"budget", "data", "address", "gpu"}
     lines = record.samples[-1].lines if record.samples else ()

@@ -21,7 +21,10 @@ _MOST_TENSORS = 64
 
 
 class Asked(NamedTuple):
-    """A shape and type with the requested size, and a description of the operation."""
+    """A tensor that may have been requested: its shape and type, which give the requested size.
+
+    ``how`` describes the operation that would have created it.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,13 +32,21 @@ class Asked(NamedTuple):
 
 
 def tensors_at_hand(frames: Iterable[FrameType]) -> list[Tensor]:
-    """Return at most 64 tensors in the local variables of frames and in the modules among them."""
+    """Return up to 64 tensors that local variables of the frames hold, also as parameters of modules."""
     found = {id(one): one for frame in frames for value in list(frame.f_locals.values()) for one in _tensors(value)}
     return list(islice(found.values(), _MOST_TENSORS))
 
 
 def tensor_asked(num_bytes: int | None, at_hand: Iterable[Tensor]) -> Asked | None:
-    """Return a shape and type of ``num_bytes`` bytes; ``None`` if no shape from the tensors at hand has this size."""
+    """Return the shape and type of the tensor that was requested, as guessed from its size.
+
+    Args:
+        num_bytes: the requested size; ``None`` if unknown.
+        at_hand: tensors that the failed operation may have used.
+
+    Returns:
+        the first match; ``None`` if no shape derived from these tensors has the requested size.
+    """
     if num_bytes is None or num_bytes < _LEAST_BYTES:
         return None
     tensors = list(at_hand)

@@ -54,7 +54,10 @@ def explain_source(source: Path, device: str | None, limit_bytes: int | None, qu
 
 @contextmanager
 def _spooled(stream: io.BufferedReader) -> Iterator[Path | None]:
-    """Yield standard input as a temporary file if it is a snapshot or a recording; ``None`` for a text."""
+    """Copy standard input to a temporary file and yield its path, if it is a snapshot or a recording.
+
+    Yields ``None`` for a text, which can be read from the stream.
+    """
     with tempfile.TemporaryDirectory(prefix="plimsoll-") as folder:
         path = Path(folder) / "standard input"
         path.write_bytes(stream.peek(_HEAD_BYTES))

@@ -1,12 +1,12 @@
 """Repeated samples of processes, with a warning before a limit is reached.
 
 A watch follows one of these: a process and its children; a run by its directory, that is, its command with all
-processes, also through restarts; or the largest processes of this machine.
+processes, even if they are restarted; or the largest processes of this machine.
 
 The growth rate is the Theil-Sen slope of the last 30 samples, and needs at least 8. A warning starts when the limit
 will be reached in under 60 s at this rate, and is at least half used. It ends when the limit is over 120 s away, so
-that warnings do not flicker. Memory use below the plan's predicted peak gives no warning. Not handled: growth that will
-stop looks like growth that continues.
+that warnings do not flicker. Memory use below the plan's predicted peak gives no warning. Not handled: growth that
+would stop by itself causes warnings, too.
 """
 
 from __future__ import annotations
@@ -35,14 +35,19 @@ _LEAST_USED_SHARE = 0.5
 
 
 class Forecast:
-    """A forecast of the time when one limit is reached. It must receive every sample, in order."""
+    """A forecast of when the memory use reaches one limit. It must receive every sample, in order."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque(maxlen=_MOST_POINTS)
         self._is_warning = False
 
     def seconds_left(self, seconds: float, line: Line) -> float | None:
-        """Add the current use, and return the seconds until the limit is reached; ``None`` if there is no warning."""
+        """Add a sample, and return the seconds until the limit is reached; ``None`` if there is no reason to warn.
+
+        Args:
+            seconds: the time of the sample.
+            line: the limit, with the bytes in use.
+        """
         self._points.append((seconds, line.used_bytes))
         if len(self._points) < _FEWEST_POINTS:
             return None
@@ -59,9 +64,9 @@ class Watch:
     """A watch of a process, a run, or (without either) the machine; close it with ``with``.
 
     Args:
-        pid: the process; for a run, the process of its command.
-        run: the run directory.
-        num_processes: number of processes in each sample of a machine.
+        pid: id of the process; for a run, id of the process of its command. ``None`` watches the machine.
+        run: the run directory; ``None`` if no run is watched.
+        num_processes: if the machine is watched, the number of its largest processes in each sample.
 
     Raises:
         InputError: if there is no such process.
@@ -81,18 +86,18 @@ class Watch:
         self._started = time.monotonic()
 
     def __enter__(self) -> Watch:
-        """Open the GPU driver."""
+        """Open the connection to the GPU driver."""
         self._gpus = self._stack.enter_context(gpu_uses())
         if self._watched is not None:
             self._stack.callback(self._watched.close)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the GPU driver and release the process."""
+        """Close the connection to the GPU driver and the file descriptor of the watched process."""
         self._stack.close()
 
     def head(self) -> WatchRecord:
-        """Return the record of this watch without samples."""
+        """Return the beginning of a recording: the subject of this watch and the time, without samples."""
         if self._run is not None:
             subject = f"run {self._run.path.resolve().name}"
         else:
@@ -216,7 +221,7 @@ def watch_of(run: Path | None, pid: int | None) -> Watch:
 
 
 def _over(run: Path, progress: RunProgress) -> str:
-    """Return the reason why nothing can be watched in a run directory, and the command to use instead."""
+    """Return the message for a run that cannot be watched: the reason, and the command to use instead."""
     if progress.status in {"finished", "interrupted", "failed"}:
         return (
             f"the run in {run} is over ({progress.status} at step {progress.step:,}), so there is nothing to watch: "

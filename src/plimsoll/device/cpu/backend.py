@@ -1,4 +1,4 @@
-"""The CPU and host memory as a device: private memory counts, and ``RLIMIT_DATA`` limits it.
+"""The CPU and host memory as a device. Its used memory is private memory, which ``RLIMIT_DATA`` limits.
 
 Covered: Linux with glibc; with other C libraries, `heap` does nothing. `data_limit` describes the limit.
 
@@ -25,13 +25,14 @@ from plimsoll.records.device import Device, Limit, MemoryUse
 from plimsoll.records.units import format_bytes
 
 _NEARLY_FULL_SHARE = 1 / 2
-"""Share of the budget. A failing oneDNN primitive requested a scratchpad about as large as a batch: an LSTM with 512
-tokens fails with 29 to 50 MiB of 290 MiB free. An unnecessary retry costs less than a failed training."""
+"""Share of the budget. If less is free, the memory is nearly full. A failing oneDNN primitive requested a scratchpad
+about as large as a batch: an LSTM with 512 tokens fails with 29 to 50 MiB of 290 MiB free. An unnecessary retry costs
+less than a failed training."""
 
 
 @final
 class CpuBackend:
-    """`Backend` for the CPU. Each instance tracks its own peak; the limit applies to the process."""
+    """`Backend` for the CPU. Each instance measures a peak of its own. The limit applies to the whole process."""
 
     kind = "cpu"
 
@@ -39,7 +40,7 @@ class CpuBackend:
         self._peak = process.PeakCounter()
 
     def probe(self) -> Device:
-        """Describe the processor and the memory available to this process, with every limit."""
+        """Describe the processor, the memory available to this process, and every limit on it."""
         import psutil
 
         memory = psutil.virtual_memory()
@@ -57,10 +58,10 @@ class CpuBackend:
         )
 
     def use(self) -> MemoryUse:
-        """Return private memory (``used_bytes``), its peak, and the bytes that count as data (``reserved_bytes``).
+        """Return the private memory of this process (``used_bytes``), its peak, and its data (``reserved_bytes``).
 
-        ``RLIMIT_DATA`` limits data. This also adjusts the limit (see `data_limit.follow`): call it once per step inside
-        `limited`.
+        Data is the memory that ``RLIMIT_DATA`` limits. This also adjusts the limit (see `data_limit.follow`), so call
+        it once per step inside `limited`.
         """
         memory = process.private_memory()
         data_limit.follow(memory)
@@ -72,20 +73,24 @@ class CpuBackend:
         )
 
     def baseline_bytes(self) -> int:
-        """Return the bytes of the interpreter, of libraries with their threads, and of the margin of `data_limit`."""
+        """Return the bytes that count before training allocates memory.
+
+        These are the interpreter, libraries with their threads, and the margin of `data_limit`.
+        """
         _start_thread_pools()
         self.release()
         return process.private_memory().private_bytes + data_limit.MARGIN_BYTES
 
     def reset_peak(self) -> None:
-        """Reset the peak to the current use."""
+        """Set the peak to the current memory use."""
         self._peak.reset()
 
     @contextmanager
     def limited(self, budget_bytes: int) -> Iterator[None]:
-        """Make allocators raise before private memory of this process exceeds ``budget_bytes``. Undone on exit.
+        """Make allocators raise before private memory of this process exceeds ``budget_bytes`` in the ``with`` block.
 
-        Rust code (``tokenizers``) aborts the process instead; the place and the reason are then printed (see `aborts`).
+        Rust code (``tokenizers``) aborts the process instead. The calling line and the reason are then printed (see
+        `aborts`).
 
         Raises:
             BudgetError: if more than the budget is already in use, or the machine or another limit allows less than the
@@ -103,10 +108,10 @@ class CpuBackend:
             yield
 
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:
-        """Allocate and free blocks of these sizes together; the context then raises the limit by their total.
+        """Check that allocations of these sizes fit together, and raise the limit by their total in the ``with`` block.
 
-        Untouched pages take no memory, but they count against the limit. Plain storages are used, because a trace would
-        record tensors.
+        The memory is allocated and freed at once. It is never touched, so it takes no memory but counts against the
+        limit. It is allocated as plain storages, because a trace would record tensors.
         """
         import torch
 
@@ -115,7 +120,7 @@ class CpuBackend:
         return data_limit.raised(sum(sizes))
 
     def without_holes(self) -> AbstractContextManager[None]:
-        """Inside a limit, map large blocks separately, so that they leave no holes in the heap."""
+        """Inside a limit, map large blocks separately in the ``with`` block, so that the heap gets no holes."""
         return data_limit.blocks_apart()
 
     def release(self, last_resort: bool = False) -> None:
@@ -139,7 +144,10 @@ class CpuBackend:
         return oom_errors.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
-        """Return whether less than half is free: of the budget at the peak or, with no budget, of the capacity now."""
+        """Return whether less than half of the memory is free.
+
+        With a budget, this is half of the budget at the peak. Without a budget, it is half of the capacity now.
+        """
         use = self.use()
         if use.limit_bytes is not None:
             return use.limit_bytes - use.peak_bytes < use.limit_bytes * _NEARLY_FULL_SHARE
@@ -147,7 +155,7 @@ class CpuBackend:
         return device.free_bytes < device.capacity_bytes * _NEARLY_FULL_SHARE
 
     def random_state(self) -> dict[str, Any]:
-        """Return a copy of the states of torch's CPU generator, Python's and numpy's."""
+        """Return a copy of the states of the random number generators of torch (CPU), Python and numpy."""
         return copy_host_state()
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
@@ -155,17 +163,21 @@ class CpuBackend:
         restore_host_state(state)
 
     def synchronize(self) -> None:
-        """Do nothing: the CPU has already finished its work."""
+        """Do nothing, because ops on the CPU have ended when their call returns."""
 
 
 def _free_bytes(available_bytes: int) -> int:
-    """Return the free bytes under the tightest of machine memory, control groups and resource limits."""
+    """Return the free bytes under the tightest limit: the machine's memory, control groups or resource limits.
+
+    Args:
+        available_bytes: the available memory of the machine.
+    """
     free_bytes = [available_bytes, cgroup.free_bytes(), *(limit.bytes - used for limit, used in _resource_limits())]
     return max(0, min(free for free in free_bytes if free is not None))
 
 
 def _resource_limits() -> list[tuple[Limit, int]]:
-    """Return each resource limit that Plimsoll did not set, with the bytes that count against it."""
+    """Return each resource limit that Plimsoll has not set, with the bytes of this process that count against it."""
     space, data = resource.getrlimit(resource.RLIMIT_AS)[0], data_limit.soft_limit_of_others_bytes()
     found = []
     if space != resource.RLIM_INFINITY:
@@ -176,7 +188,7 @@ def _resource_limits() -> list[tuple[Limit, int]]:
 
 
 def processor_name() -> str:
-    """Return the processor name that the kernel reports, or its architecture."""
+    """Return the processor name that the kernel reports; if it reports none, the architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith("model name"):
@@ -185,10 +197,10 @@ def processor_name() -> str:
 
 
 def _start_thread_pools() -> None:
-    """Start the thread pools of OpenMP, BLAS and autograd.
+    """Start the thread pools of OpenMP, BLAS and autograd, and use oneDNN for the first time.
 
-    libgomp ends the process if it cannot start a thread later, inside a limit. This is also the first use of oneDNN, so
-    the size of its kernel cache is set before.
+    libgomp ends the process if it cannot start a thread later, inside a limit. The size of oneDNN's kernel cache is set
+    before, because oneDNN reads it at its first use.
     """
     import torch
 

@@ -24,7 +24,15 @@ _NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as the largest multiple
 
 
 class _Layout(NamedTuple):
-    """The names of the files and of their keys in one version of control groups."""
+    """The names of files and keys in one version of control groups.
+
+    Attributes:
+        version: ``v1`` or ``v2``.
+        limit: the file with the memory limit.
+        use: the file with the bytes in use.
+        inactive_file: the key of inactive cached file pages in ``memory.stat``.
+        kills: the file and key of the number of OOM kills.
+    """
 
     version: str
     limit: str
@@ -46,14 +54,23 @@ _LAYOUTS = {
 
 
 class OomKills(NamedTuple):
-    """The number of processes that the kernel killed for memory, in this group or on the whole machine."""
+    """The number of processes that the kernel has killed because memory ran out.
+
+    If ``is_whole_machine`` is set, it counts kills on the whole machine, otherwise kills in the control group.
+    """
 
     number: int
     is_whole_machine: bool
 
 
 class _Group(NamedTuple):
-    """The folder of a process's group, the mount point of its hierarchy, and the layout of its files."""
+    """A control group of a process.
+
+    Attributes:
+        folder: the folder of the group.
+        mount: the mount point of the hierarchy that the group belongs to.
+        layout: the names of the files in the folder.
+    """
 
     folder: Path
     mount: Path
@@ -61,7 +78,7 @@ class _Group(NamedTuple):
 
 
 def limits(root: Path = _ROOT) -> tuple[Limit, ...]:
-    """Return every memory limit on this process, from its group and all ancestors.
+    """Return every memory limit on this process that its control group or an ancestor of the group sets.
 
     Args:
         root: the root of the file system to read, for tests.
@@ -70,13 +87,16 @@ def limits(root: Path = _ROOT) -> tuple[Limit, ...]:
 
 
 def uses(pids: Iterable[int], root: Path = _ROOT) -> tuple[tuple[Limit, int], ...]:
-    """Return every limit on these processes, each with the bytes in use, without inactive cached file pages."""
+    """Return every control group limit on these processes, each with the bytes in use.
+
+    Inactive cached file pages do not count as used.
+    """
     groups = [group for pid in pids for group in _memory_groups(root, pid)]
     return tuple(_limited_levels(dict.fromkeys(groups)))
 
 
 def free_bytes(root: Path = _ROOT) -> int | None:
-    """Return the free bytes under the tightest limit, or ``None`` if there is no limit.
+    """Return the free bytes under the tightest control group limit; ``None`` if there is no limit.
 
     Inactive cached file pages count as free: the kernel drops them before it kills.
     """
@@ -84,22 +104,30 @@ def free_bytes(root: Path = _ROOT) -> int | None:
 
 
 def oom_kill_count(root: Path = _ROOT) -> OomKills | None:
-    """Return the number of processes of this group, or otherwise of the machine, that the kernel killed for memory.
+    """Return the number of OOM kills in this process's control group, or otherwise on the machine.
 
-    ``None`` if neither is counted (Linux before 4.13, some sandboxes).
+    ``None`` if the kernel counts neither (Linux before 4.13, some sandboxes).
     """
     return KillCounter(root=root).read()
 
 
 class KillCounter:
-    """Counter of OOM kills for a process (by default, this process), which also works after the process has ended."""
+    """Counter of the OOM kills that affect a process. It also works after the process has ended.
+
+    Args:
+        pid: id of the process; ``None`` for this process.
+        root: the root of the file system to read, for tests.
+    """
 
     def __init__(self, pid: int | None = None, root: Path = _ROOT) -> None:
         self._groups = _memory_groups(root, pid)
         self._machine = root / "proc/vmstat"
 
     def read(self) -> OomKills | None:
-        """Return the kills since the group was created or the machine was booted; ``None`` if they are not counted."""
+        """Return the number of OOM kills; ``None`` if the kernel does not count them.
+
+        They are counted since the group was created or, if its kills are not counted, since the machine was booted.
+        """
         for group in self._groups:
             file, key = group.layout.kills
             count = _number(group.folder / file, key)
@@ -110,7 +138,10 @@ class KillCounter:
 
 
 def _limited_levels(groups: Iterable[_Group]) -> list[tuple[Limit, int]]:
-    """Return every limit with its bytes in use, from each group up to the root of its hierarchy, without duplicates."""
+    """Return every limit of these groups and their ancestors, each with the bytes in use.
+
+    A limit that several groups share is returned once.
+    """
     levels: dict[str, tuple[Limit, int]] = {}
     for group in groups:
         for folder in (group.folder, *group.folder.parents):
@@ -129,7 +160,12 @@ def _busy_bytes(folder: Path, layout: _Layout) -> int:
 
 
 def _memory_groups(root: Path, pid: int | None = None) -> list[_Group]:
-    """Find the group of a process (``None``: this process) in every mounted hierarchy that can have memory limits."""
+    """Return the control group of a process in every mounted hierarchy that can have memory limits.
+
+    Args:
+        root: the root of the file system to read.
+        pid: id of the process; ``None`` for this process.
+    """
     own, paths = _group_paths(root, "self"), _group_paths(root, "self" if pid is None else str(pid))
     groups = []
     for line in _lines(root / "proc/self/mountinfo"):
@@ -148,7 +184,10 @@ def _memory_groups(root: Path, pid: int | None = None) -> list[_Group]:
 
 
 def _group_paths(root: Path, process: str) -> dict[str, str]:
-    """Map ``cgroup2`` and ``cgroup`` (version 1's memory hierarchy) to the path of a process's group."""
+    """Return the paths of a process's control groups, by kind of hierarchy.
+
+    The kinds are ``cgroup2``, and ``cgroup`` for the memory hierarchy of version 1.
+    """
     paths = {}
     for line in _lines(root / f"proc/{process}/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -167,7 +206,10 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path, key: str | None = None) -> int | None:
-    """Read the number in a file, or after ``key`` in a file of "key number" lines; ``None`` for "max" or if missing."""
+    """Return the number in a file; ``None`` if the file is missing or contains "max".
+
+    With ``key``, return the number after this word, in a file of lines "key number".
+    """
     words = [line.split() for line in _lines(path)]
     value = next((row[-1] for row in words if key is None or row[0] == key), "max")
     return int(value) if value != "max" else None

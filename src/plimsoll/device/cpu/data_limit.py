@@ -29,10 +29,10 @@ from plimsoll.errors import BudgetError
 from plimsoll.records.units import format_bytes
 
 MARGIN_BYTES = 16 << 20
-"""Headroom for pages that are counted as untouched but are touched before the next `follow`."""
+"""Part of the budget that stays free for untouched pages, which may be touched before the next `follow`."""
 
 _READ_AGAIN_BYTES = 1 << 20
-"""Change in untouched bytes that makes `follow` count generated code, because reading the maps takes 0.5 ms."""
+"""Least change in untouched bytes at which `follow` counts generated code again, because counting takes 0.5 ms."""
 
 WORKER_ALLOWANCE_BYTES = 512 << 20
 """Bytes that a forked child, such as a DataLoader worker, may allocate in addition to inherited memory."""
@@ -89,10 +89,10 @@ def limited(budget_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def raised(num_bytes: int) -> Iterator[None]:
-    """Raise the limit by ``num_bytes`` while the block runs; without a Plimsoll limit, do nothing.
+    """Raise the limit by ``num_bytes`` in the ``with`` block. Without a Plimsoll limit, do nothing.
 
-    Another thread could otherwise take memory that was just allocated and freed, before the block uses it. Resident
-    memory may then exceed the budget by the bytes which that thread took, at most ``num_bytes``.
+    Memory that was just allocated and freed could otherwise be taken by another thread before the block uses it.
+    Resident memory may then exceed the budget by the bytes that this thread took, at most ``num_bytes``.
     """
     if not _IN_FORCE:
         yield
@@ -109,7 +109,7 @@ def raised(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def with_untouched(num_bytes: int) -> Iterator[None]:
-    """Exempt from the limit ``num_bytes`` of address space that the block maps, until its pages are written.
+    """Exempt from the limit ``num_bytes`` of address space that the ``with`` block maps, until the pages are written.
 
     This is for a file that is mapped copy-on-write. Writes are announced by `count_untouched` or detected by `follow`.
     """
@@ -124,10 +124,12 @@ def with_untouched(num_bytes: int) -> Iterator[None]:
 
 
 def count_untouched(num_bytes: int) -> None:
-    """Count ``num_bytes`` of memory that `with_untouched` exempted, because its pages are about to be written.
+    """Count ``num_bytes`` that `with_untouched` has exempted against the limit again.
+
+    Call this before their pages are written.
 
     Raises:
-        MemoryError: if these bytes exceed the limit. They then stay exempt.
+        MemoryError: if the limit has less free memory. The bytes then stay exempt.
     """
     if not _IN_FORCE:
         return
@@ -143,14 +145,21 @@ def count_untouched(num_bytes: int) -> None:
 
 
 def tighten_heap() -> None:
-    """Make the heap retain little freed memory until the limit ends, regardless of later calls of `set_up_heap`."""
+    """Make the heap retain as little freed memory as possible until the limit ends.
+
+    Later calls of `set_up_heap` do not change this.
+    """
     if _IN_FORCE:
         _IN_FORCE[-1].is_tight = True
         heap.map_blocks_from(heap.TIGHT_BYTES)
 
 
 def set_up_heap(mapped_from_bytes: int | None) -> None:
-    """Map blocks of at least this size separately; ``None`` keeps all freed memory. A tightened heap stays tight."""
+    """Set the block size from which the heap maps blocks separately. A tightened heap stays as it is.
+
+    Args:
+        mapped_from_bytes: the block size; ``None`` makes the heap retain all freed memory.
+    """
     if _IN_FORCE and _IN_FORCE[-1].is_tight:
         heap.map_blocks_from(heap.TIGHT_BYTES)
     elif mapped_from_bytes is None:
@@ -161,9 +170,10 @@ def set_up_heap(mapped_from_bytes: int | None) -> None:
 
 @contextmanager
 def blocks_apart() -> Iterator[None]:
-    """Map blocks of 128 KiB or more separately while long-lived blocks are allocated. Without a limit, do nothing.
+    """Map blocks of 128 KiB or more separately in the ``with`` block, in which long-lived blocks are allocated.
 
-    An aligned block, as all blocks of torch are, does not fit into a hole of equal size in the heap.
+    The heap then has no holes after they are freed. An aligned block, as all blocks of torch are, does not fit into a
+    hole of equal size. If neither Plimsoll nor the user has set a limit, do nothing.
     """
     if not _IN_FORCE and soft_limit_of_others_bytes() is None:
         yield  # glibc's dynamic threshold could not be restored
@@ -177,9 +187,12 @@ def blocks_apart() -> Iterator[None]:
 
 
 def follow(memory: process.PrivateMemory) -> None:
-    """Adjust the limit to current memory use. Call it once per step with a new reading.
+    """Adjust the limit to the current memory use. Call it once per step.
 
     The limit is lowered if pages that were counted as untouched have been touched, and raised for generated code.
+
+    Args:
+        memory: the current memory use.
     """
     if not _IN_FORCE:
         return
@@ -196,12 +209,15 @@ def follow(memory: process.PrivateMemory) -> None:
 
 
 def budget_in_force_bytes() -> int | None:
-    """Return the budget in force in bytes, or ``None`` outside `limited`."""
+    """Return the budget of the innermost `limited` block in bytes, or ``None`` outside such blocks."""
     return _IN_FORCE[-1].budget_bytes if _IN_FORCE else None
 
 
 def soft_limit_of_others_bytes() -> int | None:
-    """Return the ``RLIMIT_DATA`` in bytes from before any `limited` block, or ``None`` if it was unlimited."""
+    """Return the ``RLIMIT_DATA`` that applied before any `limited` block, in bytes.
+
+    ``None`` if it was unlimited.
+    """
     soft_bytes = _IN_FORCE[0].previous_soft_bytes if _IN_FORCE else resource.getrlimit(resource.RLIMIT_DATA)[0]
     return soft_bytes if soft_bytes != resource.RLIM_INFINITY else None
 

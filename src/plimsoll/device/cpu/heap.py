@@ -26,13 +26,13 @@ from plimsoll.records.allocator import DEFAULT_HEAP
 # 4 MiB and 2.5 s with 128 KiB, at the same micro-batch. So 128 KiB is used only if the smallest micro-batch does not
 # fit.
 FAST_BYTES = 4 << 20
-"""The threshold for a process with a limit: it costs no time."""
+"""The block size from which blocks are mapped separately in a process with a limit. It costs no time."""
 
 TIGHT_BYTES = 128 << 10
-"""The threshold as a last resort, if a process has reached its limit: the heap retains the least memory."""
+"""This block size as a last resort, if a process has reached its limit. The heap then retains the least memory."""
 
 USUAL_BYTES = 32 << 20
-"""The threshold without a limit: glibc's dynamic threshold ends here after blocks of this size were freed."""
+"""This block size without a limit: the value that glibc's dynamic threshold reaches at most."""
 
 _C_LIBRARY = ctypes.CDLL(None)
 _MAPPED_FROM: list[int | None] = [USUAL_BYTES]  # the last value set, because the C library cannot report it
@@ -46,7 +46,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def is_glibc() -> bool:
-    """Return whether the C library has glibc's heap functions."""
+    """Return whether the C library is glibc, as far as this module needs it."""
     return hasattr(_C_LIBRARY, "mallopt") and hasattr(_C_LIBRARY, "malloc_trim")
 
 
@@ -57,7 +57,7 @@ def trim() -> None:
 
 
 def free_bytes() -> int:
-    """Return the free bytes of the heap, whether their pages are resident or not."""
+    """Return the free bytes of the heap, whether their pages are resident or not; 0 if they cannot be read."""
     if not hasattr(_C_LIBRARY, "mallinfo2"):  # glibc before 2.33, musl
         return 0
     _C_LIBRARY.mallinfo2.restype = _Mallinfo2
@@ -65,9 +65,9 @@ def free_bytes() -> int:
 
 
 def map_blocks_from(num_bytes: int) -> None:
-    """Map every later allocation of at least ``num_bytes`` separately, so that freeing it returns its memory.
+    """Map every later allocation of at least ``num_bytes`` separately, so that freeing it returns the memory at once.
 
-    This also disables glibc's dynamic threshold, which cannot be enabled again: see `USUAL_BYTES`.
+    This also disables glibc's dynamic threshold, which cannot be enabled again (see `USUAL_BYTES`).
     """
     _MAPPED_FROM[:] = [num_bytes]
     _set(_MALLOPT_MMAP_THRESHOLD, num_bytes)
@@ -76,21 +76,28 @@ def map_blocks_from(num_bytes: int) -> None:
 
 
 def top_bytes(threshold_bytes: int) -> int:
-    """Return the freed bytes that the top of the heap retains if blocks are mapped from ``threshold_bytes`` on."""
+    """Return the most freed bytes that the heap retains at its top.
+
+    Args:
+        threshold_bytes: the block size from which blocks are mapped separately.
+    """
     if threshold_bytes < USUAL_BYTES:
         return DEFAULT_HEAP.trim_threshold_bytes
     return 2 * threshold_bytes  # glibc raises both thresholds in this ratio
 
 
 def keep_freed() -> None:
-    """Make the heap retain all freed memory until `map_blocks_from`. No pages must be cleared, but holes remain."""
+    """Make the heap retain all freed memory until `map_blocks_from` is called.
+
+    Allocations are then faster, because the kernel need not clear pages, but holes remain in the heap.
+    """
     _MAPPED_FROM[:] = [None]
     _set(_MALLOPT_MMAP_MAX, 0)
     _set(_MALLOPT_TRIM_THRESHOLD, _NO_TRIM)
 
 
 def threshold_bytes() -> int | None:
-    """Return the block size in bytes that `map_blocks_from` last set, or ``None`` if all freed blocks are retained."""
+    """Return the block size that `map_blocks_from` last set; ``None`` if the heap retains all freed memory."""
     return _MAPPED_FROM[0]
 
 

@@ -18,7 +18,10 @@ Half = Literal["bf16", "fp16"]
 
 
 def lstm_fault(model: nn.Module, dtype: Half) -> str | None:
-    """Return the reason why autocast cannot run a model's LSTM on this processor, or ``None``."""
+    """Return the reason why autocast cannot run the LSTMs of a model on this processor.
+
+    ``None`` if it can, or the model has no LSTM.
+    """
     num_layers = sum(isinstance(module, nn.LSTM) and module.proj_size == 0 for module in model.modules())
     if not num_layers or _runs_lstm(torch.bfloat16 if dtype == "bf16" else torch.float16):
         return None
@@ -30,7 +33,7 @@ def lstm_fault(model: nn.Module, dtype: Half) -> str | None:
 
 @functools.cache
 def _runs_lstm(dtype: torch.dtype) -> bool:
-    """Return whether an LSTM on the CPU runs under autocast, by trying it."""
+    """Try whether an LSTM runs on the CPU under autocast to this type, and return the result."""
     if not _get_current_dispatch_mode_stack():
         return _ran_lstm(dtype)
     with ThreadPoolExecutor(1) as beside:  # a dry run does not trace another thread, whose tensors are real

@@ -1,7 +1,7 @@
 """Control over state that oneDNN retains: cached kernels (`keep_few_kernels`) and an error flag (`clear_error`).
 
-Not covered: systems other than Linux on x86-64 and libraries without a symbol table, for which nothing is done; threads
-other than the calling one. Sources: elf(5), dl_iterate_phdr(3).
+Not covered: systems other than Linux on x86-64, and libraries without a symbol table, for which nothing is done. The
+error flag is cleared only in the calling thread. Sources: elf(5), dl_iterate_phdr(3).
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ def keep_few_kernels() -> None:
 
 
 def prepare_for(model: nn.Module) -> None:
-    """Compile the kernels that oneDNN shares between all LSTMs, if the model has an LSTM in float32 on the CPU."""
+    """Compile the kernels that oneDNN shares between all LSTMs, if a model has an LSTM in float32 on the CPU.
+
+    If memory ran out while they are compiled later, all further LSTMs of the process could fail.
+    """
     from torch import nn
 
     layers = (module for module in model.modules() if isinstance(module, nn.LSTM))
@@ -94,7 +97,10 @@ def _is_real(weight: Tensor) -> bool:
 
 @functools.cache
 def _compile_products() -> None:
-    """Run a small LSTM forward and backward, which compiles oneDNN's matrix products. It draws no random numbers."""
+    """Compile oneDNN's matrix products, by running a small LSTM forward and backward.
+
+    This draws no random numbers.
+    """
     import torch
 
     # oneDNN's float32 matrix product compiles its kernels only in its first call (``std::call_once`` in
@@ -121,7 +127,10 @@ def clear_error() -> bool:
 
 
 def _noted_error() -> ctypes.c_int | None:
-    """Return this thread's error variable, or ``None`` if it cannot be found or is not yet in use."""
+    """Return oneDNN's error variable of this thread.
+
+    ``None`` if the variable cannot be found, or the thread does not use it yet.
+    """
     library = _library()
     offset = None if library is None else _offset_in_thread(library)
     if library is None or offset is None:
@@ -133,7 +142,7 @@ def _noted_error() -> ctypes.c_int | None:
 
 
 def _library() -> Path | None:
-    """Return torch's library that contains oneDNN, by the path under which it was loaded."""
+    """Return the path under which torch's library with oneDNN was loaded; ``None`` if torch is not loaded."""
     torch = sys.modules.get("torch")
     if torch is None or torch.__file__ is None:
         return None
@@ -143,7 +152,10 @@ def _library() -> Path | None:
 
 @functools.cache
 def _offset_in_thread(library: Path) -> int | None:
-    """Return the offset in bytes of Xbyak's error variable (`_SYMBOL`) in the library's thread-local data."""
+    """Return the offset in bytes of Xbyak's error variable (`_SYMBOL`) in the library's thread-local data.
+
+    ``None`` if the variable is not found.
+    """
     try:
         with library.open("rb") as file:
             return _value_of(_SYMBOL, file.fileno())
@@ -152,7 +164,12 @@ def _offset_in_thread(library: Path) -> int | None:
 
 
 def _value_of(symbol: bytes, file: int) -> int | None:
-    """Return the value of a thread-local ``int`` in the symbol table of a 64-bit little-endian library."""
+    """Return the value of the symbol of a thread-local ``int``, which is its offset; ``None`` if it is not found.
+
+    Args:
+        symbol: name of the variable.
+        file: descriptor of a 64-bit little-endian ELF library.
+    """
     header = os.pread(file, 64, 0)
     if header[:6] != b"\x7fELF\x02\x01":
         return None

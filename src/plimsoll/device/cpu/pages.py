@@ -3,11 +3,11 @@
     bring(stretches_of(block.parameters()))     # before the block computes
     drop(stretches_of(block.parameters()))      # afterwards, if the page cache cannot hold the whole model
 
-Both calls are hints: if the kernel refuses one, pages are loaded when they are touched. A page of a private mapping
+Both calls are hints. If the kernel refuses one, pages are loaded when they are touched. A page of a private mapping
 (copy on write) belongs to the file until it is written, and is private memory afterwards.
 
-Sources: madvise(2), posix_fadvise(2), proc_pid_maps(5), proc_pid_pagemap(5). Covers Linux; on other systems, the
-hints have no effect.
+Sources: madvise(2), posix_fadvise(2), proc_pid_maps(5), proc_pid_pagemap(5). Covers Linux; on other systems, the hints
+have no effect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _IS_FILES, _IS_THERE = 1 << 61, 3 << 62  # bits of an entry of the page map: pag
 
 
 class Stretch(NamedTuple):
-    """A range of addresses of this process that holds weights."""
+    """A range of addresses in the memory of this process, which holds weights."""
 
     address: int
     num_bytes: int
@@ -66,9 +66,12 @@ def stretches_of(tensors: Iterable[Tensor]) -> tuple[Stretch, ...]:
 
 
 def copied_on_write(descriptor: int) -> mmap.mmap:
-    """Map a whole file as writable memory; writes do not reach the file.
+    """Map a whole file as memory that can be written. Writes stay in memory and do not reach the file.
 
-    A limit of Plimsoll counts only the pages that were written; ``ulimit -d`` counts the whole mapping.
+    A limit of Plimsoll counts only the pages that were written. ``ulimit -d`` counts the whole mapping.
+
+    Args:
+        descriptor: the descriptor of the open file.
 
     Raises:
         OSError: if a limit refuses the address space.
@@ -79,7 +82,7 @@ def copied_on_write(descriptor: int) -> mmap.mmap:
 
 
 def bring(stretches: Iterable[Stretch]) -> None:
-    """Load the pages of some ranges into memory, and return when they are loaded."""
+    """Load the pages of these ranges from their files into memory, and return when they are loaded."""
     for stretch in stretches:
         begin, end = _outer(stretch)
         for address in range(begin, end, _BYTES_AT_ONCE):
@@ -91,7 +94,11 @@ def bring(stretches: Iterable[Stretch]) -> None:
 
 
 def drop(stretches: Iterable[Stretch]) -> None:
-    """Release whole pages of some ranges, from this process and from the page cache."""
+    """Release the pages of these ranges, from this process and from the page cache.
+
+    Pages that are only partly in a range stay. Pages of private mappings also stay, because changes to them would be
+    lost.
+    """
     mappings = [mapping for mapping in _mappings() if mapping.is_shared]  # dropping private mappings would lose writes
     for stretch in stretches:
         begin, end = _inner(stretch)
@@ -148,7 +155,7 @@ def _samples(files: Sequence[Path]) -> list[tuple[Path, int]]:
 
 
 class _Mapping(NamedTuple):
-    """A mapping of a file. ``path`` is empty if the file was deleted."""
+    """A mapping of a file into this process. ``path`` is empty if the file was deleted."""
 
     begin: int
     end: int
@@ -158,7 +165,7 @@ class _Mapping(NamedTuple):
 
 
 def _mappings() -> list[_Mapping]:
-    """Return the file mappings of this process, ordered by address."""
+    """Return the mappings of files into this process, ordered by address; empty if they cannot be read."""
     found = []
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -180,12 +187,18 @@ class FileMappings:
         self._mappings = _mappings()
 
     def stays_in_file(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in a mapped file and training will not turn its pages into private memory."""
+        """Return whether training leaves the pages of a tensor in a mapped file.
+
+        This is so if the mapping is shared, or if the tensor needs no gradient and so is not written.
+        """
         mapping = self._at(tensor.untyped_storage().data_ptr()) if _has_address(tensor) else None
         return mapping is not None and (mapping.is_shared or not tensor.requires_grad)
 
     def private_bytes(self, tensor: Tensor) -> int:
-        """Return the private memory of a CPU tensor's storage, in bytes."""
+        """Return the private memory that the storage of a CPU tensor takes, in bytes.
+
+        In a private mapping of a file, only pages that were written count.
+        """
         storage = tensor.untyped_storage()
         mapping = self._at(storage.data_ptr()) if _has_address(tensor) else None
         if mapping is None:
@@ -198,12 +211,15 @@ class FileMappings:
 
 
 def _has_address(tensor: Tensor) -> bool:
-    """Return whether a tensor has CPU memory, unlike fake tensors and tensors on ``meta``."""
+    """Return whether a tensor is dense and in CPU memory. Fake tensors and tensors on ``meta`` are not."""
     return str(tensor.layout) == "torch.strided" and tensor.untyped_storage().device.type == "cpu"
 
 
 def _written_bytes(stretch: Stretch) -> int:
-    """Return the bytes of a range in a private mapping that this process has written, in memory or swapped out."""
+    """Return the bytes of a range in a private mapping that this process has written, in memory or swapped out.
+
+    If the kernel does not show them, all bytes of the range.
+    """
     begin, end = (address // mmap.PAGESIZE for address in _outer(stretch))
     num_pages = 0
     try:
@@ -218,7 +234,7 @@ def _written_bytes(stretch: Stretch) -> int:
 
 
 def _drop_of_file(mapping: _Mapping, begin: int, end: int) -> bool:
-    """Unmap pages and drop them from the cache; return ``False`` if the file cannot be opened by name."""
+    """Unmap pages and drop them from the page cache; return ``False`` if the file cannot be opened by its path."""
     try:
         descriptor = os.open(mapping.path, os.O_RDONLY)
     except OSError:
@@ -257,6 +273,9 @@ def _madvise() -> ctypes._NamedFuncPointer | None:
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> int:
-    """Give the kernel a hint and return the error number, 0 for none. Other threads run meanwhile."""
+    """Give the kernel a hint about a range of addresses, and return the error number; 0 means no error.
+
+    Other threads run meanwhile.
+    """
     function = _madvise()
     return ctypes.get_errno() if function is not None and function(address, num_bytes, advice) else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def copy_host_state() -> dict[str, Any]:
-    """Return a copy of the states of the host's global generators."""
+    """Return a copy of the states of the global random number generators of torch (CPU), Python and numpy."""
     import numpy
     import torch
 

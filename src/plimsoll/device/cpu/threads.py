@@ -1,9 +1,9 @@
 """Short waits of OpenMP threads for one another, so that other programs do not slow down training.
 
-After each op, OpenMP threads wait for the slowest one. GCC's library, which torch's wheels use, spins 300,000 times
-before a thread gives up its core. If another program uses one of the cores, a thread may spin on the core that its
-partner needs, after each op. If its own threads outnumber the cores, the library spins only 1,000 times, but it does
-not count other programs. Results are bitwise identical. Measurements are in docs/LOG.md.
+After each op, OpenMP threads wait for the slowest thread. GCC's library, which torch's wheels use, checks 300,000 times
+in a loop (it spins) before a thread gives up its core. If another program uses a core, a thread may spin on the core
+that the slowest thread needs, after each op. If its own threads outnumber the cores, the library spins only 1,000
+times, but it does not count other programs. Results are bitwise identical. Measurements are in docs/LOG.md.
 
 Source: GCC's libgomp manual ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"). Needs no torch.
 """

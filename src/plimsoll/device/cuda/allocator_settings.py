@@ -22,13 +22,16 @@ _LEAKS = "with expandable segments it leaks: 14,060 MiB reserved for 266 allocat
 
 
 def text_of(environment: Mapping[str, str]) -> str:
-    """Return the user's allocator settings from the environment, without spaces; "" if there are no settings."""
+    """Return the user's allocator settings from the environment, without spaces; "" if no variable is set."""
     text = next((environment[name] for name in VARIABLES if name in environment), "")
     return re.sub(r"\s", "", text)
 
 
 def clash(environment: Mapping[str, str] = os.environ, platform: str = sys.platform) -> str | None:
-    """Return the reason why segments cannot be made expandable here, or ``None``. Settings of the user always win."""
+    """Return the reason why segments cannot be made expandable in this process; ``None`` if they can.
+
+    Settings of the user always win.
+    """
     text = text_of(environment)
     if f"{GROWING}:" in text:
         return f"the environment sets {text} already"
@@ -44,7 +47,7 @@ def clash(environment: Mapping[str, str] = os.environ, platform: str = sys.platf
 
 
 def set_up(settings: str) -> None:
-    """Apply allocator settings such as ``expandable_segments:True``."""
+    """Apply allocator settings, such as ``expandable_segments:True``, to this process."""
     import torch
 
     setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)

@@ -24,12 +24,13 @@ from plimsoll.records.device import Device, Limit, MemoryUse
 from plimsoll.records.units import format_bytes
 
 _NEARLY_FULL_BYTES = 1 << 30
-"""Errors in disguise come from driver memory: cuDNN loads about 500 MB of kernels (pytorch#81620)."""
+"""Free memory below which an unspecific library error means out of memory. Libraries take memory of the driver, such
+as about 500 MB for the kernels of cuDNN (pytorch#81620)."""
 
 
 @final
 class CudaBackend:
-    """`Backend` for one CUDA device.
+    """`Backend` for one CUDA or ROCm device.
 
     Raises:
         DeviceError: if torch was built without CUDA, or no visible device has this index.
@@ -54,7 +55,7 @@ class CudaBackend:
         self._index = index
 
     def probe(self) -> Device:
-        """Describe the device. ``notes`` lists facts that the driver does not report."""
+        """Describe the device and its memory. ``notes`` lists facts that the driver does not report."""
         import torch
 
         properties = torch.cuda.get_device_properties(self._index)
@@ -91,7 +92,7 @@ class CudaBackend:
         )
 
     def baseline_bytes(self) -> int:
-        """Return the bytes of the context and of reserved memory."""
+        """Return the bytes of the CUDA context, plus the memory that the allocator has reserved."""
         import torch
 
         self.synchronize()  # creates the context, so that its size is known
@@ -106,10 +107,9 @@ class CudaBackend:
 
     @contextmanager
     def limited(self, budget_bytes: int) -> Iterator[None]:
-        """Make the allocator raise if it would reserve more than ``budget_bytes`` minus the context. Undone on exit.
+        """Make the allocator raise in the ``with`` block if it would reserve more than the budget minus the context.
 
-        Inside another limit, the tighter limit holds. The module docstring lists memory that the fraction does not
-        count.
+        Inside another limit, the tighter limit holds. The module docstring lists memory that this limit does not count.
 
         Raises:
             BudgetError: if more than the budget is already in use, or the device has less memory.
@@ -136,7 +136,7 @@ class CudaBackend:
         """Return ``None``: memory cannot be kept free, because the use of other processes is unknown."""
 
     def without_holes(self) -> nullcontext[None]:
-        """Do nothing: the allocator rounds sizes, so a freed block fits a later block of the same size."""
+        """Do nothing. The allocator rounds sizes, so a later block of the same size fits where a block was freed."""
         return nullcontext()
 
     def release(self, last_resort: bool = False) -> None:
@@ -161,7 +161,7 @@ class CudaBackend:
         return oom_errors.oom_family_on(error, self.is_nearly_full)
 
     def is_nearly_full(self) -> bool:
-        """Return whether the device has less than 1 GiB of free memory, which libraries need."""
+        """Return whether less than 1 GiB of the device is free, so that a library may not get the memory it needs."""
         import torch
 
         free_bytes, _ = torch.cuda.mem_get_info(self._index)
@@ -206,7 +206,10 @@ class CudaBackend:
         return nvml.driver_view(f"GPU-{torch.cuda.get_device_properties(self._index).uuid}")
 
     def _context_bytes(self) -> int:
-        """Return the bytes of this process outside the caching allocator, or 0 if the driver does not report them."""
+        """Return the bytes of this process on the device outside the caching allocator.
+
+        0 if the driver does not report them.
+        """
         import torch
 
         own_bytes = self._driver_view().own_bytes

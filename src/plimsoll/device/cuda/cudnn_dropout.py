@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _ARGUMENT = "dropout_state"
 _IN_USE: set[int] = set()
-"""Indices of devices on which a model has dropout between recurrent layers."""
+"""Indices of the CUDA devices on which some model has dropout between recurrent layers."""
 
 
 def find_for(model: nn.Module) -> None:
-    """Enable copying of the dropout state of a device, if the model has dropout between recurrent layers there."""
+    """Enable copying of cuDNN's dropout state on each device where the model has dropout between recurrent layers."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
             device = next(module.parameters()).device
@@ -37,7 +37,10 @@ def find_for(model: nn.Module) -> None:
 
 
 def copied_state(index: int) -> Tensor | None:
-    """Return a copy of the dropout state of device ``index``; ``None`` if unused, or if the next pass creates one."""
+    """Return a copy of cuDNN's dropout state on device ``index``.
+
+    ``None`` if no model uses such dropout there, or if the next forward pass creates a new state.
+    """
     if index not in _IN_USE:
         return None
     generator = torch.cuda.default_generators[index]
@@ -55,7 +58,10 @@ def copied_state(index: int) -> Tensor | None:
 
 
 def put_back(index: int, state: Tensor) -> None:
-    """Restore a copied state; call it after the generator was set. The next pass continues from this state."""
+    """Restore a copy of cuDNN's dropout state on device ``index``, from which the next forward pass continues.
+
+    Call this after the state of the device's generator was set.
+    """
     _IN_USE.add(index)
     generator = torch.cuda.default_generators[index]
     before = generator.clone_state()

@@ -182,7 +182,7 @@ _SOURCES = (
 
 @cache
 def all_gpus() -> tuple[DeviceSpec, ...]:
-    """Return all GPUs of the table, in its order."""
+    """Return the specifications of all GPUs in the table, in the order of the table."""
     return tuple(_spec_from(line) for line in _TABLE.strip().splitlines())
 
 
@@ -206,10 +206,11 @@ def find_gpu(name: str) -> DeviceSpec:
 
 
 def spec_of(device: Device) -> DeviceSpec:
-    """Return the specification of a GPU of this machine: capacity, architecture and SMs as probed, rates as tabulated.
+    """Return the specification of a GPU of this machine.
 
-    The capacity is the hardware's, without limits on the process. For a GPU that is not in the table, only facts that
-    follow from its architecture and SMs are known.
+    Capacity, architecture and number of multiprocessors are read from the device, and rates from the table. The
+    capacity is the hardware's, without limits on the process. For a GPU that is not in the table, only facts that
+    follow from its architecture and number of multiprocessors are known.
 
     Raises:
         DeviceError: if the device is not a CUDA device.
@@ -248,8 +249,9 @@ def cublas_workspace_bytes(architecture: str) -> int:
     """Return the bytes of torch's cuBLAS workspace per handle and stream: 32 MiB from ``sm_90`` on, else 8.125 MiB.
 
     This follows `parseChosenWorkspaceSize` of pytorch's main branch in 2026, which lists the capabilities 9, 10 and 12.
-    Older versions list 9.0 only, so a Blackwell card takes 24 MiB less there. In that source, cuBLASLt shares the
-    workspace; earlier it took 1 MiB more. NOT covered: ``CUBLAS_WORKSPACE_CONFIG``, ``CUBLASLT_WORKSPACE_SIZE``.
+    Older versions list 9.0 only, so a Blackwell card takes 24 MiB less there. On the main branch, cuBLASLt shares the
+    workspace. In older versions it takes 1 MiB more. NOT covered: ``CUBLAS_WORKSPACE_CONFIG``,
+    ``CUBLASLT_WORKSPACE_SIZE``.
     """
     return 4096 * 8 * 1024 if architecture.partition(".")[0] in ("9", "10", "12") else 4096 * 1024 * 2 + 16 * 1024 * 8
 
@@ -319,7 +321,10 @@ def _shared_memory_bytes(architecture: str | None) -> int | None:
 
 
 def _capability(architecture: str | None) -> str | None:
-    """Return the compute capability of an architecture: ``8.6`` for ``sm_86`` and ``12.0`` for ``sm_120``."""
+    """Return the compute capability of an architecture: ``8.6`` for ``sm_86`` and ``12.0`` for ``sm_120``.
+
+    ``None`` if the architecture is unknown.
+    """
     match = re.fullmatch(r"sm_(\d+)(\d)", architecture or "")
     return f"{match[1]}.{match[2]}" if match else None
 
@@ -334,7 +339,7 @@ def _names() -> dict[str, DeviceSpec]:
 
 
 def _named(key: str) -> tuple[DeviceSpec, ...]:
-    """Return the GPUs that match a normalized name."""
+    """Return the GPUs of the table that a normalized name stands for: one, the variants of a family, or none."""
     if key in _FAMILIES:
         return tuple(_names()[_key(name)] for name in _FAMILIES[key])
     return (_names()[key],) if key in _names() else ()

@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class CudaGraph:
-    """A graph that is captured once and can then be replayed.
+    """A CUDA graph that is captured once and can then be replayed.
 
     Args:
-        device: the device of the work.
+        device: the device on which the captured work runs.
 
     Attributes:
         num_bytes: bytes that the graph's pool has reserved. Between replays, torch does not count them as allocated.
@@ -62,7 +62,7 @@ class CudaGraph:
         self._graph.replay()
 
     def release(self) -> None:
-        """Free the memory. The graph cannot be replayed afterwards."""
+        """Free the memory of the graph, which cannot be replayed afterwards."""
         self._graph.reset()
         torch._C._cuda_clearCublasWorkspaces()  # the workspace of the capture is in the pool
         torch.cuda.empty_cache()
@@ -81,7 +81,7 @@ class CudaGraph:
 
 
 def _close(index: int, pool: tuple[int, int]) -> None:
-    """Close and release a pool that a failed capture has left open."""
+    """Close and release a memory pool that a failed capture has left open. Do nothing if it is closed."""
     try:
         torch._C._cuda_endAllocateToPool(index, pool)
     except RuntimeError:  # the pool was not open
@@ -91,7 +91,10 @@ def _close(index: int, pool: tuple[int, int]) -> None:
 
 @contextmanager
 def _told_of_no_capture() -> Iterator[None]:
-    """Make ``is_current_stream_capturing`` return ``False``: otherwise, transformers would create other masks."""
+    """Make ``torch.cuda.is_current_stream_capturing`` return ``False`` in the ``with`` block.
+
+    Otherwise, transformers would create other attention masks during a capture.
+    """
     asked = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: False
     try:

@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 
 
 class DriverView(NamedTuple):
-    """Memory use of one device in bytes: of this process, and of all others. ``note`` explains a ``None``."""
+    """Memory use of one device as the driver reports it; ``None`` if the driver does not report it.
+
+    Attributes:
+        own_bytes: bytes of this process.
+        others_bytes: bytes of all other processes.
+        note: the reason why a number is ``None``.
+    """
 
     own_bytes: int | None = None
     others_bytes: int | None = None
@@ -47,7 +53,15 @@ def driver_view(uuid: str) -> DriverView:
 
 
 class GpuUse(NamedTuple):
-    """Memory of one GPU, with used bytes by process id; ``None`` if the driver does not report a process's size."""
+    """Memory of one GPU.
+
+    Attributes:
+        number: index of the GPU.
+        name: name of the GPU.
+        total_bytes: its memory.
+        used_bytes: its memory in use.
+        bytes_by_process: bytes in use by process id; ``None`` if the driver does not report the size.
+    """
 
     number: int
     name: str
@@ -58,7 +72,10 @@ class GpuUse(NamedTuple):
 
 @contextmanager
 def gpu_uses() -> Iterator[Callable[[], tuple[GpuUse, ...]]]:
-    """Keep NVML open, because opening is slow, and yield a function that reads all GPUs: () without a driver."""
+    """Yield a function that returns the memory use of all GPUs; without a driver, it returns no GPUs.
+
+    NVML stays open inside the ``with`` block, because opening it is slow.
+    """
     import pynvml
 
     try:
@@ -83,7 +100,7 @@ def _handles() -> list[Any]:
 
 
 def _use_of(index: int, handle: Any) -> GpuUse | None:
-    """Return the use of a GPU, or ``None`` if the driver refuses access (device lost or being reset)."""
+    """Return the memory use of a GPU; ``None`` if the driver refuses access (device lost or being reset)."""
     import pynvml
 
     try:
@@ -95,7 +112,11 @@ def _use_of(index: int, handle: Any) -> GpuUse | None:
 
 
 def by_process(entries: Iterable[Any]) -> dict[int, int | None]:
-    """Return bytes by process id, from the ``nvmlProcessInfo_t`` of one device. MIG may list a process repeatedly."""
+    """Return the bytes that each process uses on one device, by process id; ``None`` if a size is not reported.
+
+    Args:
+        entries: the ``nvmlProcessInfo_t`` of the device. With MIG, a process may be listed several times.
+    """
     found: dict[int, int | None] = {}
     for entry in entries:
         before = found.get(entry.pid, 0)
@@ -105,7 +126,12 @@ def by_process(entries: Iterable[Any]) -> dict[int, int | None]:
 
 
 def split_use(bytes_by_process: Mapping[int, int | None], own: int) -> DriverView:
-    """Separate the use of process ``own`` from the use of all other processes, if the driver reports both."""
+    """Separate the memory use of one process from the use of all other processes.
+
+    Args:
+        bytes_by_process: bytes by process id, as `by_process` returns them.
+        own: id of the process.
+    """
     known = [num_bytes for num_bytes in bytes_by_process.values() if num_bytes is not None]
     if len(known) < len(bytes_by_process):
         return DriverView(note="the driver gives no sizes per process here (WSL, MIG): other processes' use is unknown")

@@ -1,4 +1,4 @@
-"""Causes of memory use: one module each, with its page in ``docs/causes``. A new cause is a new file and its page.
+"""Causes of memory use: one module each, with its page in ``docs/causes``. To add a cause, add a module and a page.
 
 A module defines ``findings(evidence) -> tuple[Finding, ...]``, which returns an empty tuple if the cause is absent. It
 needs no torch.

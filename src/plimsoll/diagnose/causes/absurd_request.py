@@ -1,8 +1,8 @@
 """One request that no memory could hold. Usually a shape is wrong: dimensions are swapped, or one is far too long.
 
-Reported if one request exceeds the device's memory or the limit, or if one tensor of a predicted training run does. The
-finding shows the shape if the error text or the line that failed contains it, or if a known tensor has the requested
-size.
+Reported if one request exceeds the device's memory or the limit. Also reported if one tensor of a predicted training
+run exceeds them. The finding shows the shape in two cases: the error text or the line that failed contains it, or a
+known tensor has the requested size.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def _of_text(event: OomText) -> Finding:
 
 
 def _shape(event: OomText) -> Fact | None:
-    """Return a shape with the requested size, stated in the text or made of integers in the line that failed."""
+    """Return a shape with the requested size, as a fact; ``None`` if none is found.
+
+    The shape is stated in the error text, or consists of integers in the line that failed.
+    """
     stated = _STATED.search(event.text)
     if stated is not None:
         return Fact(text=f"an array of shape {stated[1]} of {stated[2]}", known="measured")

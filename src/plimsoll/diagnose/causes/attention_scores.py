@@ -1,8 +1,8 @@
 """Attention scores: one number for every pair of positions, in every head, of every layer that saves them.
 
 Reported if memory ran out and activations and temporaries of shape [..., tokens, tokens] are at least a tenth of the
-peak. They count only if an operation of attention made them, such as a softmax, a product, dropout or a mask. Only the
-largest tensors at the peak are examined. Flash and memory-efficient kernels never store the scores.
+peak. They only count if an operation of attention created them, such as a softmax, a product, dropout or a mask. Only
+the largest tensors at the peak are examined. Flash and memory-efficient kernels never store the scores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
 
 
 def _is_of_pairs(holding: Holding, length: int) -> bool:
-    """Return whether a holding is attention scores: 4-D, or 3-D and made by an attention module."""
+    """Return whether tensors are attention scores: they are 4-D, or 3-D and made by an attention module."""
     shape = shape_of(holding)
     if holding.category not in _CATEGORIES or len(shape) < 3 or shape[-2:] != (length, length):
         return False

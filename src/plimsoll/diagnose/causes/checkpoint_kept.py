@@ -40,12 +40,12 @@ def _of_kept(evidence: Evidence, kept: Kept) -> Finding:
 
 
 def _letting_go(name: str) -> tuple[str, str]:
-    """Return the remedy that deletes a variable or clears an attribute, as a phrase and as a line of code."""
+    """Return the remedy that frees a copy by deleting its variable or clearing its attribute: a phrase, and code."""
     code = f"{name} = None" if "." in name else f"del {name}"
     return f"write `{code}`", code
 
 
 def _elsewhere(evidence: Evidence) -> str:
-    """Return the clause of the remedy on keeping the copy elsewhere: on the CPU or in half precision."""
+    """Return the part of the remedy that names another place for the copy: the CPU, or half precision."""
     on_host = "keep it in half precision" if evidence.kind == "cpu" else "keep it on the CPU, or in half precision"
     return f"; else {on_host}"

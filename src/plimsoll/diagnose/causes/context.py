@@ -15,7 +15,7 @@ _LEAST_SHARE = 0.4
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find a large share of memory that is in use before a model exists."""
+    """Find memory that was in use before a model existed, if it is a large share of the limit."""
     limit_bytes = evidence.limit_bytes
     name = "baseline" if evidence.kind == "cpu" else "context"
     part = part_of_category(evidence, name)

@@ -1,7 +1,7 @@
 """A data set that is held in host memory as a whole: texts, lists of numbers, arrays, or a tensor of all tokens.
 
-Reported for a live process that trains on the CPU, if one variable holds at least a fifth of the training's memory. It
-must belong to a data set or a loader, or hold more bytes of other objects than of tensors. It must not grow with the
+Reported for a live process that trains on the CPU, if one variable holds at least a fifth of the training's memory. The
+variable must belong to a data set or a loader, or most of its bytes must not be in tensors. It must not grow with the
 steps. Also reported if memory ran out before the first step, in a line that reads a whole file.
 """
 
@@ -26,7 +26,7 @@ _REMEDY = (
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find data that is held in memory as a whole."""
+    """Find variables that hold a whole data set in memory."""
     if evidence.seen is None or evidence.kind != "cpu":
         return ()
     held = [kept for kept in much(evidence, _LEAST_SHARE) if _is_data(evidence, kept)]

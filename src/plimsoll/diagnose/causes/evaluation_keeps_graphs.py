@@ -20,7 +20,7 @@ _COLLECTED = "add the metric up batch by batch, or keep only its inputs, such as
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find graphs and outputs that an evaluation keeps."""
+    """Find graphs and outputs that an evaluation keeps, although only training needs graphs."""
     seen = evidence.seen
     if seen is None or not seen.is_evaluating:
         return ()

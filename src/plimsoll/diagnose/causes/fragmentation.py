@@ -25,7 +25,7 @@ _INSTEAD = "let CUDA's allocator grow its segments; before torch 2.9 the variabl
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find memory that an allocator holds and cannot use."""
+    """Find reserved memory that an allocator cannot use for the failed request."""
     event = evidence.event
     if event is not None:
         return (_of_text(event),) if is_possible(event, _CAUSE) else ()

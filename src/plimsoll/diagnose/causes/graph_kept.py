@@ -25,14 +25,20 @@ _LEAST_SHARE = 0.05
 
 
 class _Look(NamedTuple):
-    """The tensors and graphs that one holder retained after one step."""
+    """The tensors and graphs that one variable or attribute (the holder) still kept alive after one step."""
 
     step: int
     held: RetainedGraph
 
 
 class _Rates(NamedTuple):
-    """Growth per step: bytes of tensors, device bytes saved by graphs, number of operations; ``None`` if unknown."""
+    """Growth per step of the memory that one holder keeps; ``None`` if unknown.
+
+    Attributes:
+        tensor_bytes: bytes of the holder's tensors.
+        graph_bytes: bytes that the graphs of these tensors save on the device.
+        num_nodes: number of operations in these graphs.
+    """
 
     tensor_bytes: float
     graph_bytes: float | None
@@ -40,11 +46,16 @@ class _Rates(NamedTuple):
 
 
 class _Each(NamedTuple):
-    """Memory that each step's graph keeps: bytes per step, their provenance, and the total growth per step if larger.
+    """Memory that the graph of each step keeps.
 
     Memory can grow by far more than was counted. Retained memory lies between freed blocks, whose pages the heap can
-    neither return nor reuse for large blocks. A GPT-2 of 12 small layers retains 0.7 MiB per step, but memory grows by
-    24 MiB. So the growth is an upper bound for the saving.
+    neither return nor reuse for large blocks. For example, a GPT-2 of 12 small layers retains 0.7 MiB per step, but
+    memory grows by 24 MiB per step. So the growth is an upper bound for the saving.
+
+    Attributes:
+        num_bytes: bytes per step; ``None`` if unknown.
+        known: how ``num_bytes`` is known; ``None`` if it is not.
+        high_bytes: the measured growth per step, an upper bound; ``None`` if it was not measured or is ``num_bytes``.
     """
 
     num_bytes: float | None
@@ -53,7 +64,7 @@ class _Each(NamedTuple):
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find holders of the graphs of earlier steps."""
+    """Find the variables and attributes that keep graphs of earlier steps alive."""
     looks: dict[str, list[_Look]] = {}
     for line in evidence.graphs:
         for held in line.retained:
@@ -90,7 +101,11 @@ def _of_kept(evidence: Evidence, kept: Kept) -> Finding:
 
 
 def _remedy_of_kept(kept: Kept) -> str:
-    """Return the remedy for a variable. Detaching is not enough if the tensors are larger than their graphs."""
+    """Return the remedy for a variable that keeps graphs.
+
+    If the tensors are larger than their graphs, detaching is not enough, and the remedy is to store less of each
+    tensor.
+    """
     if kept.tensor_bytes > kept.graph_bytes:
         return (
             f"keep a number of each (`.item()`) or only the part that is needed: `.detach()` frees the graphs, "
@@ -102,7 +117,10 @@ def _remedy_of_kept(kept: Kept) -> str:
 
 
 def _ended_by_it(evidence: Evidence) -> Finding:
-    """Return the finding for a state fed back with its graph: no memory is lost, but backward fails."""
+    """Return the finding for a run that failed because backward reached the graph of an earlier step.
+
+    A hidden state was fed back without being detached. No memory is lost.
+    """
     return Finding(
         cause=_CAUSE,
         title="hidden state not detached: backward reached the graph of an earlier step",
@@ -112,10 +130,12 @@ def _ended_by_it(evidence: Evidence) -> Finding:
 
 
 def _is_growing(evidence: Evidence, looks: list[_Look]) -> bool:
-    """Return whether the number of kept graphs grows, unlike a window over a constant number of steps.
+    """Return whether the number of graphs that one holder keeps grows with the steps.
 
-    Every marked graph since the oldest live one must be alive. In addition, one of two must hold. Either no marked
-    graph was freed. Or the live graphs reach back over half of the steps, and the number of kept tensors grows.
+    It does not grow if the holder keeps only the last few graphs, as for a window over a constant number of steps.
+    Graphs are marked to detect when they are freed. The number grows if no marked graph was freed. Otherwise three
+    conditions must hold. No marked graph since the oldest live graph was freed. The live graphs reach back over half of
+    the steps. The number of kept tensors grows.
     """
     last = looks[-1]
     alive, marked = last.held.alive_steps, last.held.marked_steps
@@ -159,12 +179,15 @@ def _what(held: RetainedGraph) -> str:
 
 
 def _is_state(held: RetainedGraph) -> bool:
-    """Return whether the holder is a state carried from step to step: it has fewer tensors than graphs are alive."""
+    """Return whether the holder is a state carried from step to step.
+
+    A state has fewer tensors than graphs that are alive, because each tensor keeps the graphs of all earlier steps.
+    """
     return held.num_tensors < len(held.alive_steps)
 
 
 def _rates_of(looks: list[_Look]) -> _Rates:
-    """Return each value's growth per step, from the first to the last observation that counted it."""
+    """Return the growth per step of each size, from the first to the last observation in which it was counted."""
 
     def rate(points: list[tuple[int, int]]) -> float | None:
         if len(points) < 2:
@@ -182,7 +205,7 @@ def _rates_of(looks: list[_Look]) -> _Rates:
 
 
 def _each(evidence: Evidence, held: RetainedGraph, rates: _Rates) -> _Each:
-    """Return the memory that each step's graph keeps on the device of the peak."""
+    """Return the memory that the graph of each step keeps, on the device whose peak is explained."""
     growth = evidence.growth
     measured = float(growth.likely_bytes) if growth is not None and growth.is_steady else None
     if not held.holder or rates.graph_bytes is None or rates.num_nodes is None:

@@ -22,7 +22,7 @@ _REMEDY = (
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """Find containers that grow."""
+    """Find containers that grow with every step."""
     if evidence.seen is None or not evidence.num_steps or evidence.seen.is_evaluating:
         return ()
     return tuple(

@@ -1,8 +1,8 @@
 """Trainable parameters that no gradient reaches. They are not trained, so less memory is used than expected.
 
-Reported for a `plimsoll.TrainStep` that has warned of such parameters (`plimsoll.step.missing_gradients`), by name and
-with the cause if it is known. The finding has no saving: the remedy takes memory, because tensors must be saved for
-their backward pass.
+Reported for a `plimsoll.TrainStep` that has warned of such parameters (`plimsoll.step.missing_gradients`). The finding
+lists their names, and the reason if it is known. It has no saving. The remedy takes memory, because tensors must be
+saved for the backward pass of these parameters.
 
 Not handled: parameters outside the model, gradients that are zero, and records of runs.
 """

@@ -1,8 +1,8 @@
 """Padding: positions of a batch that hold no token of a text, because the batch is as long as its longest text.
 
-Reported if memory ran out and on average at least a fifth of the tokens of a batch are padding, counted from text
-lengths. The effect is the same share of the activations and temporaries, which grow with the tokens of a batch. It is
-an upper bound, because the longest batch sets the peak. Not handled: batches of a user's own loader.
+Reported if memory ran out and on average at least a fifth of the tokens of a batch are padding, as counted from text
+lengths. The effect is the same share of the activations and temporaries, which grow with the tokens of a batch. The
+effect is an upper bound, because the longest batch sets the peak. Not handled: batches of a user's own loader.
 """
 
 from __future__ import annotations

@@ -45,7 +45,12 @@ def _before_bytes(shares: Sequence[Share]) -> int:
 
 
 def _of_request(asked: Share, rest: Sequence[Share]) -> Finding:
-    """Return the finding for one request that is larger than all memory that the training had in use."""
+    """Return the finding for one failed request that is larger than all memory that the training had in use.
+
+    Args:
+        asked: the failed request, as a share of the peak.
+        rest: the other shares of the peak.
+    """
     in_use = format_bytes(sum(share.num_bytes for share in rest))
     return Finding(
         cause=_CAUSE,

@@ -1,8 +1,8 @@
 """Workers of a DataLoader, each with memory of its own: copies of the data, and batches that wait to be used.
 
-Reported for a live process if memory ran out in a worker. Also reported if its child processes hold at least a fifth of
-the private memory of the process and its children. Pages that a fork still shares with its parent count in each
-process, as in the kernel.
+Reported for a live process if memory ran out in a worker. Also reported if the child processes of a process hold at
+least a fifth of the private memory of the process and its children. A page that a fork still shares with its parent
+counts in each process, as in the kernel's numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Lint rules: one module each, with its page in ``docs/rules``. A new rule is a new file and its page.
+"""Lint rules: one module each, with its page in ``docs/rules``. To add a rule, add a module and a page.
 
-A module defines ``hits(source) -> Iterable[Hit]``, which reads the syntax tree of one file. It needs no torch. A rule
-misses some mistakes in order not to report good code: other files and values at run time are assumed to be correct.
+A module defines ``hits(source) -> Iterable[Hit]``, which reads the syntax tree of one file. It needs no torch. To avoid
+reports on good code, a rule assumes that other files and values at run time are correct. So it misses some mistakes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ Hits = Callable[[Source], Iterable[Hit]]
 
 @cache
 def every_rule() -> dict[str, Hits]:
-    """Return the ``hits`` function of each rule, by the name of the rule."""
+    """Return the ``hits`` function of each lint rule, by the name of the rule."""
     names = sorted(module.name for module in iter_modules(__path__) if not module.ispkg)
     return {name: import_module(f"{__name__}.{name}").hits for name in names}

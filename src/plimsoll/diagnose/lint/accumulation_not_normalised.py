@@ -1,4 +1,4 @@
-"""Micro-batches whose mean losses are summed, but not divided by their number, so the gradient is too large."""
+"""Gradient accumulation that sums mean losses without dividing them by the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plimsoll.diagnose.lint.helpers.source import Hit, Source
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find accumulation whose loss is never divided."""
+    """Find gradient accumulation whose loss is never divided."""
     done = {found.loop for found in accumulations(source) if is_normalised(source, found)}
     for found in accumulations(source):
         if found.backward.divides or (found.condition is None and not is_named_so(source, found)):

@@ -44,7 +44,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _is_reentrant(call: ast.Call) -> bool:
-    """Return whether a call of checkpointing is re-entrant, which is the default."""
+    """Return whether a call of checkpointing is re-entrant, which it is by default."""
     if any(isinstance(one, ast.Starred) for one in call.args) or {one.arg for one in call.keywords} - _OPTIONS:
         return False
     given = keyword(call, "use_reentrant")
@@ -57,7 +57,10 @@ def _edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
 
 
 def _is_cut_off(source: Source, node: ast.expr, depth: int) -> bool:
-    """Return whether a tensor is known to need no gradient. An expression that cannot be followed may need one."""
+    """Return whether a tensor certainly needs no gradient.
+
+    An expression that cannot be followed to its value may need one, so the result is ``False``.
+    """
     if depth <= 0:
         return False
     if isinstance(node, ast.Name):
@@ -98,7 +101,10 @@ def _is_name_cut_off(source: Source, node: ast.Name, depth: int) -> bool:
 
 
 def _is_in_no_grad(source: Source, statement: ast.stmt) -> bool:
-    """Return whether gradients are certainly off; `is_without_grad` also returns ``True`` if they may be off."""
+    """Return whether a statement is in a ``no_grad`` or ``inference_mode`` block, so gradients are certainly off.
+
+    `is_without_grad` also returns ``True`` if they are only possibly off.
+    """
     around = [
         item.context_expr
         for above in source.ancestors(statement)
@@ -113,7 +119,7 @@ def _is_argument(scope: ast.AST, name: str) -> bool:
 
 
 def _needs_none(source: Source, node: ast.expr) -> bool:
-    """Return whether an expression needs no gradient: a number, ids or a mask."""
+    """Return whether an expression certainly needs no gradient: it is a number, or is named like ids or a mask."""
     if isinstance(node, ast.Constant):
         return True
     if isinstance(node, ast.Call) and source.dotted(node.func).startswith("math."):
@@ -134,7 +140,10 @@ def _is_frozen(source: Source, module: ast.expr) -> bool:
 
 
 def _is_made_frozen(source: Source, module: ast.expr) -> bool:
-    """Match ``nn.Embedding(...).requires_grad_(False)``, and ``from_pretrained``, which freezes by default."""
+    """Return whether an expression creates a module whose weights get no gradient.
+
+    Examples are ``nn.Embedding(...).requires_grad_(False)`` and ``from_pretrained``, which freezes by default.
+    """
     values = _values(source, module)
     return bool(values) and all(
         isinstance(value, ast.Call)
@@ -152,7 +161,7 @@ def _is_made_frozen(source: Source, module: ast.expr) -> bool:
 
 
 def _is_frozen_in_a_loop(source: Source, name: str) -> bool:
-    """Match ``for p in self.embed.parameters(): p.requires_grad = False``."""
+    """Return whether a loop such as ``for p in self.embed.parameters(): p.requires_grad = False`` freezes a module."""
     for loop in source.every(ast.For):
         of = loop.iter
         if not (isinstance(of, ast.Call) and last_name(of.func) == "parameters" and isinstance(of.func, ast.Attribute)):

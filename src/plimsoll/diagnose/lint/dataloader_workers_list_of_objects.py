@@ -1,4 +1,7 @@
-"""Worker processes that read a list of Python objects: reference counting copies its pages into every worker."""
+"""Worker processes that read a list of Python objects.
+
+Each read changes a reference count, so the pages of the list are copied into every worker.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from plimsoll.diagnose.lint.helpers.source import Hit, Source, is_constant, keyw
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find a DataLoader with workers over a data set of this file that holds a list of objects."""
+    """Find a DataLoader with workers whose data set, a class of this file, holds a list of objects."""
     classes = {one.name: one for one in dataset_classes(source)}
     for call in source.calls:
         if last_name(call.func) != "DataLoader" or not _has_workers(source, call):
@@ -31,7 +34,7 @@ def _has_workers(source: Source, call: ast.Call) -> bool:
 
 
 def _number(source: Source, node: ast.expr, depth: int = 3) -> int:
-    """Return the number that an expression evaluates to; 0 if unknown."""
+    """Return the number that an expression evaluates to; 0 if it cannot be determined."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, int) else 0
     if isinstance(node, ast.Call) and source.dotted(node.func) in ("os.cpu_count", "multiprocessing.cpu_count"):
@@ -51,7 +54,7 @@ def _number(source: Source, node: ast.expr, depth: int = 3) -> int:
 
 
 def _made_of(source: Source, node: ast.expr, depth: int = 3) -> str:
-    """Return the name of the class of an expression; "" if unknown."""
+    """Return the name of the class that an expression is an instance of; "" if it cannot be determined."""
     if isinstance(node, ast.Call):
         return last_name(node.func)
     if not depth:

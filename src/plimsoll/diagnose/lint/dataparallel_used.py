@@ -12,7 +12,7 @@ _NAMES = {
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find calls that wrap a model in DataParallel, or run one with it."""
+    """Find uses of `nn.DataParallel` and of the function `data_parallel`."""
     for call in source.calls:
         if source.dotted(call.func) in _NAMES:
             yield Hit(

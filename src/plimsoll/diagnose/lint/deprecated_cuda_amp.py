@@ -36,7 +36,10 @@ def _is_old(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def _is_fallback(source: Source, node: ast.AST) -> bool:
-    """Return whether a node is code for an older torch: after an ImportError, or under a test for torch.amp."""
+    """Return whether a node is code for an older torch.
+
+    Such code is in an exception handler, or under a test of a version or with ``hasattr``.
+    """
     for above in source.ancestors(node):
         if isinstance(above, ast.ExceptHandler):
             return True
@@ -48,7 +51,7 @@ def _is_fallback(source: Source, node: ast.AST) -> bool:
 
 
 def _import_edits(source: Source, node: ast.Import | ast.ImportFrom) -> tuple[Edit, ...]:
-    """Return edits that import the same names from torch.amp, if all their uses can be changed too."""
+    """Return edits that change an import to torch.amp, if all uses of the imported names can be changed too."""
     if not isinstance(node, ast.ImportFrom) or node.module != "torch.cuda.amp" or not _imports_can_change(source):
         return ()
     start, end = source.span(node)
@@ -73,7 +76,10 @@ def _imports_can_change(source: Source) -> bool:
 
 
 def _call_edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
-    """Return edits that add the device to a call and rename the module. A bare name changes only if its import does."""
+    """Return edits that add the device to a call and change the module to torch.amp.
+
+    If the call uses a bare name, it is changed only if the import of that name is.
+    """
     if isinstance(call.func, ast.Name) and not _imports_can_change(source):
         return ()
     return _device_edits(source, call)

@@ -12,7 +12,7 @@ _BUILDS = {"from_pretrained", "from_config", "load_state_dict", "build_model", "
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find calls in loops over batches, also in functions that such a loop calls."""
+    """Find calls of `empty_cache` in loops over batches, also in functions that such a loop calls."""
     for call in source.calls:
         if last_name(call.func) != "empty_cache" or not source.dotted(call.func).endswith("cuda.empty_cache"):
             continue
@@ -28,7 +28,10 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _computing_loop(source: Source, call: ast.Call) -> Loop | None:
-    """Return the innermost loop around a call if it calls a model, and no loop inside it is over batches."""
+    """Return the innermost loop around a call, if the loop also calls a model.
+
+    ``None`` if it does not, or if a loop over batches is inside it.
+    """
     loop = next(iter(source.loops(call)), None)
     if loop is None or any(is_batch_loop(source, inner) for inner in source.own(loop, ast.For, ast.While)):
         return None

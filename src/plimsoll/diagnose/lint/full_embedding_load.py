@@ -15,7 +15,7 @@ _ARRAYS = {"asarray", "array", "fromstring", "tensor", "FloatTensor", "from_nump
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find library calls that load a whole table, and loops over its file that keep every word."""
+    """Find library calls that load a whole file of vectors, and loops over such a file that keep every word."""
     for call in source.calls:
         if _loads_all(source, call):
             yield _hit(call)
@@ -42,7 +42,10 @@ def _loads_all(source: Source, call: ast.Call) -> bool:
 
 
 def _keeps_all(source: Source, loop: ast.For) -> ast.stmt | None:
-    """Return the statement with which a loop over the lines of a file stores the vector of every word."""
+    """Return the statement in a loop over the lines of a file that stores the vector of every word.
+
+    ``None`` if no statement does.
+    """
     if not _is_of_vectors(source, loop):
         return None
     words = _splits(source, loop)
@@ -60,7 +63,7 @@ def _keeps_all(source: Source, loop: ast.For) -> ast.stmt | None:
 
 
 def _is_of_vectors(source: Source, loop: ast.For) -> bool:
-    """Return whether the source text around a loop mentions word vectors."""
+    """Return whether the source text around a loop mentions word vectors, so it probably reads a file of them."""
     scope = source.scope(loop)
     name = getattr(scope, "name", "")
     holder = source.statement(next((one for one in source.ancestors(loop) if isinstance(one, ast.With)), loop))
@@ -73,7 +76,7 @@ def _splits(source: Source, loop: ast.For) -> bool:
 
 
 def _filters(source: Source, loop: Loop) -> bool:
-    """Return whether a loop skips lines depending on their word, or stops early."""
+    """Return whether a loop stops early, or tests with ``in`` whether to keep a word."""
     if source.own(loop, ast.Break):
         return True
     for node in source.own(loop, ast.If, ast.IfExp):

@@ -1,4 +1,4 @@
-"""A float16 model under a GradScaler. The scaler refuses to unscale its gradients, or small updates are lost."""
+"""A float16 model under a GradScaler. The scaler refuses to unscale float16 gradients, or small updates are lost."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ def _scales(source: Source) -> bool:
 
 
 def _is_for_inference(source: Source, call: ast.Call) -> bool:
-    """Return whether the same chain of calls contains ``eval()``, or gradients are off at the call."""
+    """Return whether a conversion is for inference: ``eval()`` is in the same chain of calls, or gradients are off."""
     chain = [above for above in source.ancestors(call) if isinstance(above, ast.Attribute)]
     return any(one.attr == "eval" for one in chain) or is_without_grad(source, call)
 
 
 def _halved(source: Source, call: ast.Call) -> str | None:
-    """Return the path of the model that a call converts to float16, such as ``self.model``; ``None`` if it does not."""
+    """Return the name of the model that a call converts to float16, such as ``self.model``.
+
+    ``None`` if the call does not convert a model.
+    """
     name = last_name(call.func)
     if isinstance(call.func, ast.Attribute) and name in ("half", "to"):
         owner = call.func.value
@@ -82,7 +85,10 @@ def _bound(source: Source, call: ast.Call) -> str:
 
 
 def _frozen(source: Source) -> set[str]:
-    """Return the paths of models that are not trained: in evaluation mode, or with parameters that need no gradient."""
+    """Return the names of models that are not trained, as paths such as ``self.teacher``.
+
+    They are in evaluation mode, or their parameters need no gradient.
+    """
     called = [call.func for call in source.calls if isinstance(call.func, ast.Attribute)]
     trained = {path_of(func.value) for func in called if func.attr in ("train", "parameters", "named_parameters")}
     return {path_of(func.value) for func in called if func.attr in ("eval", "requires_grad_")} - trained

@@ -47,7 +47,7 @@ def _parts(node: ast.expr) -> list[ast.expr]:
 
 
 def _loop_keeps(source: Source, node: ast.Assign, name: str) -> bool:
-    """Return whether a loop with backward passes carries the state, and neither detaches nor reassigns it."""
+    """Return whether a loop with backward passes keeps the state, and neither detaches nor replaces it."""
     scope = source.scope(node)
     within = [
         loop for loop in source.loops(node) if any(source.loops(one.call)[:1] == [loop] for one in backwards(source))
@@ -71,7 +71,7 @@ def _is_renewed(source: Source, scope: ast.AST, loop: Loop, node: ast.Assign, na
 
 
 def _module_keeps(source: Source, node: ast.Assign, name: str) -> bool:
-    """Return whether a class keeps the state from call to call, and neither detaches nor reassigns it."""
+    """Return whether a class keeps the state from call to call, and neither detaches nor replaces it."""
     owner = source.class_of(node)
     if owner is None or last_name(node.value.func) in ("detach", "repackage_hidden"):  # type: ignore[attr-defined]
         return False

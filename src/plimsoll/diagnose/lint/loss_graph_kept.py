@@ -44,7 +44,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _growing(source: Source) -> Iterator[tuple[ast.stmt | ast.expr, ast.expr, ast.expr]]:
-    """Yield each statement that adds to a container or sum, with the added value and the target."""
+    """Yield each statement that adds a value to a sum or container, the added value, and the sum or container."""
     for node in source.every(ast.AugAssign):
         if isinstance(node.op, ast.Add):
             yield node, node.value, node.target.value if isinstance(node.target, ast.Subscript) else node.target
@@ -65,7 +65,7 @@ def _is_fed_back(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _added(node: ast.Assign) -> ast.expr | None:
-    """Return the summand of a statement such as ``total = total + loss``; ``None`` for other statements."""
+    """Return the value that a statement such as ``total = total + loss`` adds; ``None`` for other statements."""
     if len(node.targets) != 1 or not isinstance(node.value, ast.BinOp) or not isinstance(node.value.op, ast.Add):
         return None
     name, left, right = path_of(node.targets[0]), path_of(node.value.left), path_of(node.value.right)
@@ -75,7 +75,7 @@ def _added(node: ast.Assign) -> ast.expr | None:
 
 
 def _kept(source: Source, node: ast.stmt | ast.expr, value: ast.expr) -> Value | None:
-    """Return the kept value if it has a graph and outlives a loop over batches."""
+    """Return the added value if it has a graph and outlives an iteration of a loop over batches, otherwise ``None``."""
     found = value_of(source, value)
     if found is None or not found.has_graph or is_without_grad(source, node):
         return None
@@ -86,7 +86,7 @@ def _kept(source: Source, node: ast.stmt | ast.expr, value: ast.expr) -> Value |
 
 
 def _computing_loop(source: Source, node: ast.AST) -> Loop | None:
-    """Return the innermost loop around a node if it calls a model; ``None`` otherwise."""
+    """Return the innermost loop around a node, if the loop calls a model; ``None`` otherwise."""
     loop = next(iter(source.loops(node)), None)
     if loop is None:
         return None
@@ -96,7 +96,7 @@ def _computing_loop(source: Source, node: ast.AST) -> Loop | None:
 
 
 def _in_module_forward(source: Source, node: ast.AST) -> bool:
-    """Return whether a node is in a method of a model or loss, which sums terms for a backward pass."""
+    """Return whether a node is in a method of a model or loss. Such methods add up terms for a backward pass."""
     functions = [above for above in source.ancestors(node) if isinstance(above, Function)]
     return any(
         one.name in ("forward", "compute_loss", "training_step") or is_of_a_module(source, one) for one in functions
@@ -123,7 +123,10 @@ def _names_added(node: ast.Assign) -> set[str]:
 
 
 def _is_a_sum_to_go_back_from(source: Source, node: ast.AST, name: str) -> bool:
-    """Return whether a backward pass starts from the collected value, here or in a caller."""
+    """Return whether a backward pass starts from the sum or container, so that its graphs are needed.
+
+    The backward pass may be in the same function, in another method of the class, or in a caller.
+    """
     scope = source.scope(node)
     todo, needed = [found.loss for found in backwards(source) if source.scope(found.call) is scope], set[str]()
     for loss in todo:
@@ -139,7 +142,7 @@ def _is_a_sum_to_go_back_from(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _class_goes_back(source: Source, node: ast.AST, name: str) -> bool:
-    """Return whether a method of the same class uses an attribute and runs a backward pass."""
+    """Return whether a backward pass in the same class uses an attribute."""
     owner, scope = source.class_of(node), source.scope(node)
     if owner is None:
         return False
@@ -156,7 +159,7 @@ def _evaluates(source: Source, scope: ast.AST) -> bool:
 
 
 def _goes_back(source: Source, call: ast.Call) -> bool:
-    """Return whether the caller runs backward from the value that a function returns."""
+    """Return whether the function around a call runs a backward pass from the value that the call returns."""
     scope = source.scope(call)
     names = {
         name

@@ -42,7 +42,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _evaluations(source: Source, scope: Scope) -> list[ast.Call]:
-    """Return the first forward pass with gradients on in each outermost evaluation loop."""
+    """Return, for each outermost evaluation loop, its first forward pass with gradients on."""
     loops: list[Loop] = source.own(scope, ast.For, ast.AsyncFor, ast.While)
     outermost = (loop for loop in loops if not any(_is_evaluation(source, scope, one) for one in source.loops(loop)))
     return [call for loop in outermost if (call := _forward_of(source, scope, loop)) is not None]
@@ -65,7 +65,10 @@ def _is_evaluation(source: Source, scope: Scope, loop: Loop) -> bool:
 
 
 def _mode_before(source: Source, scope: Scope, loop: Loop) -> str | None:
-    """Return the mode that a model was last set to, in this function above the loop or at its start."""
+    """Return the mode, ``"train"`` or ``"eval"``, to which a model was last set before a loop runs.
+
+    The function is searched above the loop and at the start of the loop. ``None`` if it sets no mode.
+    """
     end = max(loop.lineno, next((inner.lineno for inner in source.own(loop, ast.For, ast.While)), loop.body[0].lineno))
     found = None
     for call in source.own(scope, ast.Call):

@@ -1,4 +1,4 @@
-"""An optimizer whose states are made before its model moves to the device. The states stay behind."""
+"""An optimizer that creates its states before its model moves to the device. The states stay on the old device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _STATES_AT_ONCE = {"Adagrad"}  # torch.optim.Adagrad makes its sums in __init__,
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find models that are moved after an optimizer that allocates its states at construction was created for them."""
+    """Find models that move to a device after their optimizer was created, in the same function.
+
+    Only optimizers that allocate their states at construction count.
+    """
     for call in source.calls:
         is_move = (
             isinstance(call.func, ast.Attribute)

@@ -10,7 +10,7 @@ from plimsoll.diagnose.lint.helpers.training import backwards, is_optimizer
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find optimizers that are loaded from a checkpoint on the device, which the training function keeps alive."""
+    """Find optimizers loaded from a checkpoint on the device that a variable of the training function keeps alive."""
     for call in source.calls:
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "load_state_dict" or not call.args:
             continue
@@ -48,7 +48,7 @@ def _is_let_go(source: Source, scope: Scope, name: str, call: ast.Call) -> bool:
 
 
 def _trains_after(source: Source, scope: Scope, call: ast.Call) -> bool:
-    """Return whether the same function trains after the load, itself or in a function that it calls."""
+    """Return whether a function trains after it has loaded a checkpoint, itself or in a function that it calls."""
     if any(source.scope(one.call) is scope and one.call.lineno > call.lineno for one in backwards(source)):
         return True
     trained = {source.scope(one.call) for one in backwards(source)}

@@ -30,7 +30,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _is_maximum(source: Source, node: ast.expr) -> bool:
-    """Return whether an expression is ``"max_length"``, also through a constant of the module."""
+    """Return whether an expression is ``"max_length"`` or a constant of the module with this value."""
     if isinstance(node, ast.Name):
         given = source.assignments(source.tree, node.id)
         return len(given) == 1 and given[0].place is None and is_constant(given[0].value, "max_length")
@@ -38,6 +38,9 @@ def _is_maximum(source: Source, node: ast.expr) -> bool:
 
 
 def _has_fixed_shapes(source: Source, call: ast.Call) -> bool:
-    """Return whether a call is under a test for a device that compiles for each shape, such as a TPU."""
+    """Return whether a call is under a test for a device such as a TPU.
+
+    Such a device compiles a program for each shape, so padding to a fixed length is right.
+    """
     tests = [above.test for above in source.ancestors(call) if isinstance(above, ast.If | ast.IfExp)]
     return any(re.search(r"xla|tpu|hpu|neuron", source.written(test), re.IGNORECASE) for test in tests)

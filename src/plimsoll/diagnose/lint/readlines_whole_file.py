@@ -60,7 +60,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _reads_whole(source: Source, call: ast.Call, in_dataset: bool) -> bool:
-    """Return whether a call reads all lines of a file, or, in a data set, the file as one text."""
+    """Return whether a call reads all lines of a file or, in a data set or for a text file, the file as one text."""
     if isinstance(call.func, ast.Name):
         return call.func.id == "list" and len(call.args) == 1 and _is_file(source, call.args[0])
     if not isinstance(call.func, ast.Attribute) or last_name(call.func) not in (
@@ -92,7 +92,10 @@ def _read_of(call: ast.Call) -> ast.Call | None:
 
 
 def _is_kept_by_line(source: Source, call: ast.Call) -> bool:
-    """Return whether a call is the `open(...)` of ``self.rows = [json.loads(line) for line in open(path)]``."""
+    """Return whether a call opens a file whose lines are all stored in a list.
+
+    For example, the `open(...)` of ``self.rows = [json.loads(line) for line in open(path)]``.
+    """
     part = source.parent(call)
     is_gone_over = isinstance(part, ast.comprehension) and part.iter is call and not part.ifs
     if not is_gone_over or last_name(call.func) != "open":
@@ -118,7 +121,7 @@ def _is_file(source: Source, node: ast.expr) -> bool:
 
 
 def _opened(source: Source, node: ast.AST, name: str) -> ast.Call | None:
-    """Return the `open(...)` call whose file a name refers to."""
+    """Return the `open(...)` call that opened the file in a variable; ``None`` if it is not found."""
     for above in source.ancestors(node):
         if isinstance(above, ast.With):
             for item in above.items:
@@ -137,7 +140,10 @@ def _opened(source: Source, node: ast.AST, name: str) -> ast.Call | None:
 
 
 def _about(source: Source, call: ast.Call) -> str:
-    """Return text that hints at a file's content: its `open` call, the function's name, and the assigned names."""
+    """Return names and paths that hint at the content of a file.
+
+    They are its `open` call, the name of the function, and the names to which the content is assigned.
+    """
     reader = call.args[0] if isinstance(call.func, ast.Name) else call.func.value  # type: ignore[attr-defined]
     if (read := _read_of(call)) is not None:
         reader = read.func.value  # type: ignore[attr-defined]
@@ -164,7 +170,10 @@ def _handles_text(source: Source) -> bool:
 
 
 def _edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
-    """Return edits that iterate over the file itself if its lines are only iterated over."""
+    """Return edits that replace ``file.readlines()`` by ``file``.
+
+    They are only returned if the code only iterates over the lines.
+    """
     if last_name(call.func) != "readlines" or call.keywords or keyword(call, "hint"):
         return ()
     parent = source.parent(call)

@@ -24,7 +24,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _is_used_again(source: Source, call: ast.Call) -> bool:
-    """Return whether another backward pass or gradient follows in the same iteration of the loop."""
+    """Return whether another backward pass or ``autograd.grad`` follows in the same iteration of the loop."""
     scope, loop = source.scope(call), source.loops(call)[:1]
     others = [one.call for one in backwards(source) if one.call is not call]
     others += [one for one in source.calls if source.dotted(one.func).endswith("autograd.grad")]

@@ -8,7 +8,7 @@ from plimsoll.diagnose.lint.helpers.source import Hit, Source, keyword
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find loads that specify neither a device nor memory mapping."""
+    """Find calls of `torch.load` that specify neither a device nor memory mapping."""
     for call in source.calls:
         if source.dotted(call.func) not in ("torch.load", "torch.serialization.load"):
             continue

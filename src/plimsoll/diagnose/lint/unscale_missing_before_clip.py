@@ -10,7 +10,7 @@ from plimsoll.diagnose.lint.helpers.training import backwards
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find clipping after a scaled backward pass without `unscale_` in the file."""
+    """Find gradient clipping after a scaled backward pass, in a file without `unscale_`."""
     for call in source.calls:
         if last_name(call.func) not in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"):
             continue
@@ -34,7 +34,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _is_scaled(call: ast.Call) -> bool:
-    """Return whether a backward pass is ``scaler.scale(loss).backward()``."""
+    """Return whether a backward pass starts from a scaled loss: ``scaler.scale(loss).backward()``."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     return isinstance(owner, ast.Call) and last_name(owner.func) == "scale"
 

@@ -28,7 +28,7 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _is_conditional(source: Source, call: ast.Call, found: Accumulation) -> bool:
-    """Return whether a call is skipped for some micro-batches."""
+    """Return whether some micro-batches skip a call, because it is under a condition within the loop."""
     for above in source.ancestors(call):
         if above is found.loop:
             return False
@@ -38,7 +38,7 @@ def _is_conditional(source: Source, call: ast.Call, found: Accumulation) -> bool
 
 
 def _is_plain_nesting(source: Source, found: Accumulation) -> bool:
-    """Return whether the optimizer step follows the loop within three statements."""
+    """Return whether the optimizer step is in one of the three statements after the loop."""
     holder = source.parent(found.loop)
     body: list[ast.stmt] = next(
         (part for part in (getattr(holder, "body", []), getattr(holder, "orelse", [])) if found.loop in part), []

@@ -1,15 +1,15 @@
 """A parser for one out-of-memory message: its kind, and every number that it states.
 
-`plimsoll.device.oom_errors` alone decides which texts mean that memory ran out. This module maps the families of these
-errors to kinds, and reads the numbers. Sources: the messages of ``c10/cuda/CUDACachingAllocator.cpp`` and
-``CUDAMallocAsyncAllocator.cpp`` of torch 0.4 to 2.13, of its HIP, XPU and MPS allocators, of
-``c10/core/impl/alloc_cpu.cpp``, numpy, and the Linux kernel. All of them print binary units; MPS and numpy also write
-them as "GB".
+`plimsoll.device.oom_errors` decides which texts mean that memory ran out, and assigns them to families of errors. This
+module maps each family to a kind, and reads the numbers. Sources: the messages of ``c10/cuda/CUDACachingAllocator.cpp``
+and ``CUDAMallocAsyncAllocator.cpp`` of torch 0.4 to 2.13, of its HIP, XPU and MPS allocators, of
+``c10/core/impl/alloc_cpu.cpp``, numpy, and the Linux kernel. All of them print binary units. MPS and numpy also write
+these units as "GB".
 
-Before torch 1.4, "cached" was the reserved memory that was not allocated; since then it is all reserved memory. A size
-of 2^63 bytes or more is an underflow (WSL, an unset limit) and is ignored. A lone "Process N has ..." is usually this
-process, in a container that hides its number. It is another process only if the text also has "this process has ...".
-Not handled: texts in languages other than English.
+Before torch 1.4, "cached" was the reserved memory that was not allocated. Since then it is all reserved memory. A size
+of 2^63 bytes or more is an underflow (WSL, an unset limit) and is ignored. If the text mentions only one "Process N has
+...", this is usually the failed process itself, in a container that hides its number. It is another process only if the
+text also has "this process has ...". Not handled: texts in languages other than English.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def event_of(text: str, family: str | None = None) -> OomText:
 
 
 def nothing_in(text: str) -> OomText:
-    """Return the event of a text in which memory did not run out."""
+    """Return the event for a text that does not show that memory ran out, with the kind `NOT_OOM`."""
     return OomText(kind=NOT_OOM, is_oom=False, text=text[:_MOST_CHARACTERS])
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from plimsoll.records.oom_text import Bytes, LikelyCause, OomText
 
 _CONTEXT_BYTES = 3 << 29
-"""Upper bound for a context, its kernels and library workspaces in common trainings, which take 0.3 to 1.5 GiB."""
+"""Upper bound for a CUDA context with its kernels and library workspaces, which usually take 0.3 to 1.5 GiB."""
 
 _ORDINARY_SHARE = 0.02
-"""Assumed share that rounding to blocks of 512 bytes in segments of 2 and 20 MiB leaves unused in any training."""
+"""Assumed share of unused memory in any training: sizes are rounded up to 512 bytes, and segments to 2 or 20 MiB."""
 
 _HOST = {
     "cpu_allocator_linux",
@@ -34,7 +34,7 @@ Causes = tuple[LikelyCause, LikelyCause | None]
 
 
 def likely_causes(event: OomText, num_processes: int = 0) -> Causes:
-    """Return the likely cause of an event, and the alternative cause.
+    """Return the likely cause of an event, and the alternative cause or ``None``.
 
     Args:
         event: the parsed message, with its numbers.
@@ -69,7 +69,10 @@ def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
 
 
 def _elsewhere(event: OomText, num_processes: int) -> Bytes:
-    """Return the bytes of other processes on the device: as stated, or derived from other numbers in the text."""
+    """Return the bytes that other processes use on the device, as stated in the text or derived from its numbers.
+
+    If they cannot be derived, 0.
+    """
     if event.other_process is not None:
         return event.other_process
     reserved = event.reserved_total

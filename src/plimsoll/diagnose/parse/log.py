@@ -68,7 +68,14 @@ _FRAME = re.compile(r'^\s*File "([^"]{1,4096})", line (\d+), in ')
 
 @dataclass
 class Log:
-    """The distinct out-of-memory errors of a log, the last error, the number of lines, and the last lines as text."""
+    """The out-of-memory errors that were found in a log.
+
+    Attributes:
+        events: the distinct errors.
+        last: the last error; ``None`` if the log has no out-of-memory error.
+        num_lines: number of lines of the log.
+        tail: the last lines of the log.
+    """
 
     events: tuple[OomText, ...]
     last: OomText | None
@@ -78,7 +85,17 @@ class Log:
 
 @dataclass
 class _Message:
-    """One error message while it is being read: its lines, and the place and text around it."""
+    """One error message while it is being read.
+
+    Attributes:
+        family: family of the error (see `plimsoll.device.oom_errors`).
+        line_number: number of the first line of the message.
+        place: the line of user code that raised the error, ``file.py:12``; "" if unknown.
+        code: the source text of that line.
+        lines: lines of the message.
+        above: the traceback above the message.
+        dump: parser of the stacks that `faulthandler` writes below the message.
+    """
 
     family: str
     line_number: int
@@ -97,7 +114,7 @@ class _Message:
 
 @dataclass
 class _Reader:
-    """The state of the parser between lines."""
+    """The state of the parser between two lines of a log."""
 
     message: _Message | None = None
     place: str = ""
@@ -106,7 +123,7 @@ class _Reader:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=40))
 
     def read(self, number: int, line: str) -> OomText | None:
-        """Parse one line; return the event of the message that ended before it, or ``None`` if no message ended."""
+        """Parse one line. Return the event of a message that this line ends, or ``None`` if it ends no message."""
         if self.message is not None and self.message.dump.takes(line):
             self.tail.append(line)
             return None
@@ -123,20 +140,23 @@ class _Reader:
         return ended
 
     def _family_of(self, line: str) -> str | None:
-        """Return the error family of a line, also if the text wraps; ``None`` for code in tracebacks and for prose."""
+        """Return the error family of a line; ``None`` for any other line.
+
+        The text of an error may wrap from the line before. Code in tracebacks and prose about memory do not count.
+        """
         before = self.tail[-1] if self.tail else ""
         if _FRAME.match(before) or (_TALK.search(line) and not _ERROR.search(line) and not has_numbers(line)):
             return None
         return family_of_text(line) or (family_of_text(f"{before} {line}") if before.endswith(":") else None)
 
     def _above(self) -> str:
-        """Return the traceback above the message, as far as the last 40 lines contain it."""
+        """Return the traceback above the message, as far as the last 40 lines contain it; "" without a traceback."""
         lines = list(self.tail)
         begins = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
         return "\n".join(lines[begins[-1] :])[-_MOST_CHARACTERS_ABOVE:] if begins else ""
 
     def end(self) -> OomText | None:
-        """Return the event of the message that is still being read, and end that message; ``None`` without one."""
+        """End the message that is being read, and return its event; ``None`` if no message is being read."""
         message, self.message = self.message, None
         return None if message is None else message.event()
 
@@ -201,7 +221,7 @@ def _lines(file: BinaryIO) -> Iterator[str]:
 
 
 def _opened(file: BinaryIO) -> io.BufferedReader:
-    """Return the stream from its beginning, decompressed if it is gzip."""
+    """Return a buffered stream of the file's content, decompressed if it is gzip."""
     stream = io.BufferedReader(cast(Any, _Raw(file.read)), _BUFFER_BYTES)
     if stream.peek(2)[:2] != _GZIP:
         return stream
@@ -209,7 +229,10 @@ def _opened(file: BinaryIO) -> io.BufferedReader:
 
 
 def _of_record(line: str) -> list[str]:
-    """Return the lines of text inside a JSON line of a container driver or structured logger."""
+    """Return the lines of text in a JSON line that a container driver or structured logger wrote.
+
+    A line that is not such a record is returned unchanged.
+    """
     with suppress(ValueError, RecursionError):
         record = json.loads(line)
         for name in _MESSAGES:
@@ -219,7 +242,7 @@ def _of_record(line: str) -> list[str]:
 
 
 class _Raw(io.RawIOBase):
-    """A raw stream for a buffer. The caller keeps and closes the file."""
+    """A raw stream around a read function, for `io.BufferedReader`. Closing it does not close the file."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
@@ -234,7 +257,7 @@ class _Raw(io.RawIOBase):
 
 
 class _Unpacked(_Raw):
-    """A decompressed stream that ends without an error if it is truncated, as after a killed process."""
+    """A stream that decompresses gzip. It ends without an error if the data is truncated, as after a killed process."""
 
     def readinto(self, buffer: Any) -> int:
         with suppress(EOFError, OSError, zlib.error):

@@ -1,9 +1,10 @@
 """Lines of code whose allocations stay live from step to step.
 
-A step ends when a torch optimizer first allocates after a forward or a backward pass. The steps between the first and
-the last such moment are examined. A line leaks if allocations of at least three of these steps, and of three quarters
-of them, are live when the recording ends. Together they must be at least 1 MiB and 2 % of the peak. So allocations that
-happen once (parameters, states, caches), and allocations in the last, unfinished step, are not leaks.
+A step ends at the first memory event of a torch optimizer after a forward or a backward pass. The steps between the
+first and the last such event are examined. A line leaks if some of its allocations are live when the recording ends.
+They must come from at least three of the steps, and from three quarters of them. Their total must be at least 1 MiB and
+2 % of the peak. So allocations that happen once (parameters, states, caches), and allocations in the last, unfinished
+step, are not leaks.
 
 Not handled: programs without an optimizer step, fewer than three whole steps, and allocations whose stacks were not
 recorded. The line is the place of the allocation; another line may keep it alive.
@@ -28,7 +29,13 @@ _MOST_LINES = 3
 
 @dataclass
 class _Kept:
-    """The live allocations of one line: their steps, their number and their bytes."""
+    """The allocations of one line that are live when the recording ends.
+
+    Attributes:
+        steps: the steps in which they were made.
+        num_pieces: their number.
+        num_bytes: their total size.
+    """
 
     steps: set[int] = field(default_factory=set)
     num_pieces: int = 0
@@ -36,7 +43,10 @@ class _Kept:
 
 
 def step_ends(replay: Replay) -> list[int]:
-    """Return the events at which an optimizer step began."""
+    """Return the events at which training steps end.
+
+    This is the first event of an optimizer after a forward or a backward pass.
+    """
     ends: list[int] = []
     is_training = False
     for event in range(len(replay.rows)):
@@ -50,7 +60,7 @@ def step_ends(replay: Replay) -> list[int]:
 
 
 def leak_findings(replay: Replay) -> tuple[Finding, ...]:
-    """Return findings for the lines that leak most, largest first."""
+    """Return findings for the lines whose allocations stay live from step to step, largest first."""
     ends = step_ends(replay)
     num_steps = len(ends) - 1
     if num_steps < _FEWEST_STEPS:

@@ -43,7 +43,7 @@ def diagnosis_of_snapshot(path: Path) -> Diagnosis:
 
 
 def _devices(snapshot: Snapshot) -> list[int]:
-    """Return the indices of devices with memory or events; ``[0]`` if no device has any."""
+    """Return the indices of the devices for which a snapshot has memory or events; ``[0]`` if it has neither."""
     used = {segment.device for segment in snapshot.segments}
     used |= {device for device, rows in enumerate(snapshot.traces) if rows}
     return sorted(used) or [0]
@@ -95,19 +95,30 @@ def _event(replay: Replay) -> OomText | None:
 
 
 def _holes(replay: Replay, is_private: bool) -> list[Block]:
-    """Return the blocks that are unused at the end of the recording, of private pools or of the common pool."""
+    """Return the blocks that no tensor uses when the recording ends.
+
+    Args:
+        replay: the replayed events.
+        is_private: whether to return the blocks of private pools, or of the common pool.
+    """
     segments = [segment for segment in replay.segments if segment.is_private == is_private]
     return [block for segment in segments for block in segment.blocks if not block.is_used]
 
 
 def _unused_bytes(replay: Replay, reserved_bytes: int, live_bytes: int) -> int:
-    """Return the bytes that were reserved but unused, minus the bytes of private pools that are unused at the end."""
+    """Return the reserved bytes that any allocation could have used, but that were not in use.
+
+    Unused memory of private pools is subtracted. It is only known for the end of the recording.
+    """
     private_bytes = sum(hole.size_bytes for hole in _holes(replay, is_private=True))
     return max(0, reserved_bytes - live_bytes - private_bytes)
 
 
 def _fragmentation(replay: Replay, moment: int) -> tuple[Finding, ...]:
-    """Return a finding if the allocator held much unused memory when memory ran out, or else at the reserved peak."""
+    """Return a finding if the allocator held much unused memory.
+
+    If memory ran out, the memory at that event counts, otherwise the memory at the peak.
+    """
     if not replay.rows:
         return ()
     reserved_bytes = max(replay.reserved_bytes)

@@ -30,7 +30,12 @@ _STATES = ("active_allocated", "active_pending_free", "active_awaiting_free", "i
 class Block(NamedTuple):
     """A contiguous part of a segment, which a tensor uses or which is free.
 
-    ``size_bytes`` is the size of the block, ``asked_bytes`` the size that was requested.
+    Attributes:
+        address: address of the block on the device.
+        size_bytes: size of the block.
+        asked_bytes: the size that was requested, before rounding.
+        is_used: whether the block is in use.
+        site: the place of its allocation in the code.
     """
 
     address: int
@@ -57,9 +62,9 @@ class Snapshot:
 
     Attributes:
         segments: segments of all devices.
-        traces: rows of each device's events, oldest first.
-        columns: columns of the events.
-        sites: sites that the columns refer to by index.
+        traces: for each device, the row numbers of its events in ``columns``, oldest first.
+        columns: the events of all devices, as columns of numbers.
+        sites: places of allocations in the code, to which ``columns`` refers by index.
         settings: allocator settings, such as ``expandable_segments``; empty if the file has none.
     """
 
@@ -71,7 +76,7 @@ class Snapshot:
 
 
 def is_snapshot(path: Path) -> bool:
-    """Return whether a file is a pickle, plain or in gzip, by its first bytes. No text begins with these bytes."""
+    """Return whether a file begins as a pickle, plain or in gzip. No text begins with these bytes."""
     with suppress(OSError, EOFError, zlib.error):
         with path.open("rb") as file:
             head = file.read(2)
@@ -127,7 +132,7 @@ def snapshot_of(file: BinaryIO, name: str) -> Snapshot:
 
 
 class _Odd(Exception):
-    """Content that torch does not write."""
+    """Raised if a file contains data that torch does not write in a snapshot."""
 
 
 def _checked(root: dict[str, Any], recording: Recording) -> Snapshot:
@@ -149,7 +154,10 @@ def _checked(root: dict[str, Any], recording: Recording) -> Snapshot:
 
 
 def _list(value: object, seen: set[int]) -> list[Any]:
-    """Check that a value is a list and not shared: shared lists would make a small file take as long as a huge file."""
+    """Check that a value is a list that was not checked before, and return it.
+
+    A small file could otherwise refer to one list many times, and take as long to read as a huge file.
+    """
     if not isinstance(value, list) or (value and id(value) in seen):
         raise _Odd("a list is missing, or used twice")
     seen.add(id(value))
@@ -196,7 +204,7 @@ def _blocks(fields: dict[str, Any], recording: Recording, seen: set[int]) -> Ite
 
 
 def _last_of_history(block: dict[str, Any]) -> dict[str, Any]:
-    """Return the newest allocation in the history of a block, as torch up to 2.0 writes it."""
+    """Return the newest allocation in the history of a block. Snapshots of torch up to 2.0 have such histories."""
     history = block.get("history")
     return history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else {}
 

@@ -1,8 +1,11 @@
-"""The content of a snapshot in columns: stacks reduced to the user's line and the phase, and events as rows of numbers.
+"""The events and stacks of a snapshot in compact form.
+
+Each stack is reduced to a site: the line of user code and the phase of training. Each event is reduced to a row of
+numbers.
 
 A frame is user code if it is a Python file outside installed packages and the standard library, and no torch compiler
-wrote it. The phase of an allocation is guessed from the innermost frame with a telling name: torch's optimizers,
-autograd, ``Module.to`` or a ``forward``. Frames after the first 1,000 of a stack are ignored.
+wrote it. The phase of an allocation is guessed from the innermost frame whose name shows one: a frame of torch's
+optimizers, autograd, ``Module.to`` or a ``forward``. Frames after the first 1,000 of a stack are ignored.
 
 Source: ``torch/csrc/cuda/Module.cpp`` (`memorySnapshot`) and ``memory_snapshot.cpp`` of torch 2.0 to 2.13.
 """
@@ -41,7 +44,7 @@ _BACKWARD_FILES = ("torch/autograd/__init__.py", "torch/autograd/graph.py", "tor
 
 
 class Site(Sealed):
-    """The place of an allocation: the line of user code (`""` if unknown) and the phase."""
+    """The place in the code that an event or block came from: the line of user code ("" if unknown) and the phase."""
 
     __slots__ = ("index", "phase", "place")
 
@@ -59,15 +62,19 @@ class _Frame(Sealed):
 
 
 class EventRow(int, Sealed):
-    """The index of an event in the columns."""
+    """The row number of an event in `Columns`."""
 
     __slots__ = ()
 
 
 class Columns(NamedTuple):
-    """Columns with one item for each event: code of the action, address, size in bytes, and index of the site.
+    """The events of a snapshot, with one item for each event in each column.
 
-    For an OOM, the address is the number of free bytes.
+    Attributes:
+        actions: number of the action, such as `ALLOC`.
+        addresses: address of the memory; for an out-of-memory event, the number of free bytes.
+        sizes: size in bytes.
+        sites: index of the site.
     """
 
     actions: array[int]
@@ -77,7 +84,10 @@ class Columns(NamedTuple):
 
 
 class Recording:
-    """Callbacks that replace frames, stacks and events of a snapshot while it is read."""
+    """Converter that makes a snapshot compact while it is read.
+
+    Its methods are called for each dict and list of the file, and return the object that replaces it.
+    """
 
     def __init__(self) -> None:
         self.unknown = Site(0, "", "")
@@ -87,7 +97,10 @@ class Recording:
         self._sites: dict[tuple[str, Phase], Site] = {("", ""): self.unknown}
 
     def of_dict(self, container: dict[str, Any]) -> Any:
-        """Replace an event by its row, and a frame by its place and phase."""
+        """Return the replacement for a dict of the file.
+
+        This is a row number for an event, a compact frame for a frame of a stack, and the dict itself otherwise.
+        """
         if "action" in container:
             return self._event(container)
         if "filename" in container:
@@ -95,11 +108,11 @@ class Recording:
         return container
 
     def of_list(self, container: list[Any]) -> Any:
-        """Replace a stack by its site."""
+        """Return the site that replaces a list of frames, which is a stack. Other lists are returned unchanged."""
         return self._site(container) if container and type(container[0]) is _Frame else container
 
     def site_of(self, frames: object) -> Site:
-        """Return the site of the stack of an event or a block; the unknown site if it has no stack."""
+        """Return the site of an event or a block; the unknown site if it has no stack."""
         return frames if type(frames) is Site else self.unknown
 
     def _frame(self, container: dict[str, Any]) -> Any:
@@ -140,17 +153,20 @@ class Recording:
 
 
 def is_size(value: object) -> bool:
-    """Return whether a value is a number of bytes that fits torch's 64 bits."""
+    """Return whether a value is a possible number of bytes: an integer from 0 to below 2^63."""
     return type(value) is int and 0 <= value < _MOST_BYTES
 
 
 def _is_of_64_bits(value: object) -> bool:
-    """Return whether a value is a 64-bit number. torch's C++ writer stores the upper half as negative numbers."""
+    """Return whether a value is a 64-bit integer, signed or unsigned.
+
+    torch's C++ writer stores the upper half of the unsigned numbers as negative numbers.
+    """
     return type(value) is int and -_MOST_BYTES <= value <= _BITS
 
 
 def _printable(filename: str) -> str:
-    """Return a name without characters that control a terminal."""
+    """Return the end of a file name, without characters that control a terminal."""
     return "".join(character if character.isprintable() else "\ufffd" for character in filename[-_MOST_CHARACTERS:])
 
 

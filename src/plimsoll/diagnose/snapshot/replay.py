@@ -30,11 +30,18 @@ from plimsoll.records.diagnosis import Share
 
 NEVER = -1
 FROM_BEFORE = -1
-"""The event number of allocations from before the first event."""
+"""Takes the place of an event number for allocations from before the first event."""
 
 
 class Piece(NamedTuple):
-    """One allocation: the event that made it (or `FROM_BEFORE`), the event that freed it (or `NEVER`), bytes, site."""
+    """One allocation during a recording.
+
+    Attributes:
+        born: number of the event that made it, or `FROM_BEFORE`.
+        freed: number of the event that freed it, or `NEVER`.
+        num_bytes: the requested size.
+        site: the line of user code and the phase that allocated it.
+    """
 
     born: int
     freed: int
@@ -49,13 +56,14 @@ class Replay:
     Attributes:
         device: index of the device.
         snapshot: the snapshot.
-        rows: rows of the device's events in the columns, oldest first.
+        rows: row numbers of the device's events in the snapshot's columns, oldest first. Event numbers are indices into
+            this list.
         segments: segments of the device.
-        live_bytes: bytes in use after each event.
+        live_bytes: bytes of live allocations after each event.
         reserved_bytes: bytes that the allocator has reserved after each event.
         freed_at: for each event that allocated memory, the event that freed this memory, or `NEVER`.
         before: allocations from before the first event.
-        oom_event: the last event in which memory ran out; ``None`` if there is no such event.
+        oom_event: the number of the last event in which memory ran out; ``None`` if memory did not run out.
     """
 
     device: int
@@ -70,7 +78,7 @@ class Replay:
 
     @property
     def top_event(self) -> int:
-        """The event after which the most memory was live; `FROM_BEFORE` if it was before the first event."""
+        """The number of the event after which the most memory was live; `FROM_BEFORE` if it was before all events."""
         if not self.rows or max(self.live_bytes) <= self._before_bytes:
             return FROM_BEFORE
         return self.live_bytes.index(max(self.live_bytes))
@@ -89,7 +97,7 @@ class Replay:
         return self.snapshot.sites[self.snapshot.columns.sites[self.rows[event]]]
 
     def size_bytes(self, event: int) -> int:
-        """Return the number of bytes of an event."""
+        """Return the size that an event allocated, freed or failed to allocate, in bytes."""
         return self.snapshot.columns.sizes[self.rows[event]]
 
     def live_at(self, event: int) -> Iterator[Piece]:
@@ -128,7 +136,12 @@ def replay(snapshot: Snapshot, device: int) -> Replay:
 
 
 def _lives(snapshot: Snapshot, rows: list[EventRow]) -> tuple[array[int], list[Piece], dict[int, int]]:
-    """Return the event that freed each allocation, allocations from before the first event, and live ones' events."""
+    """Return when allocations begin and end.
+
+    Returns:
+        the number of the event that freed the memory of each event, or `NEVER`; the freed allocations from before the
+        first event; and the event of each allocation that is live at the end, by its address.
+    """
     columns = snapshot.columns
     freed_at = array("q", [NEVER]) * len(rows)
     before: list[Piece] = []
@@ -172,7 +185,10 @@ def _live(snapshot: Snapshot, rows: list[EventRow], freed_at: array[int], before
 
 
 def _reserved(snapshot: Snapshot, rows: list[EventRow], at_end_bytes: int) -> array[int]:
-    """Return the reserved bytes after each event, computed backwards from the end."""
+    """Return the reserved bytes after each event.
+
+    They are computed backwards, because only the reserved bytes at the end are known.
+    """
     columns = snapshot.columns
     curve = array("q", bytes(8 * len(rows)))
     reserved_bytes = at_end_bytes
@@ -207,7 +223,10 @@ _FREED_IN: dict[tuple[Phase, Phase], str] = {
 
 
 def shares_at(replay: Replay, event: int) -> tuple[Share, ...]:
-    """Return the live memory after an event by category and line, largest first. Small shares become ``others``."""
+    """Return the memory that was live after an event by category and line, largest first.
+
+    Only the largest shares are listed. The rest becomes one share, ``others``.
+    """
     sizes = Counter[tuple[str, str]]()
     for piece in replay.live_at(event):
         sizes[category_of(replay, piece), piece.site.place] += piece.num_bytes
@@ -224,7 +243,10 @@ def shares_at(replay: Replay, event: int) -> tuple[Share, ...]:
 
 
 def category_of(replay: Replay, piece: Piece) -> str:
-    """Return the category of an allocation, guessed from names."""
+    """Return the category of an allocation.
+
+    It is guessed from the phases in which the memory was allocated and freed, which follow from names in the stacks.
+    """
     phase = piece.site.phase
     if piece.freed != NEVER:
         return _FREED_IN.get((phase, replay.site(piece.freed).phase), _BY_PHASE[phase])

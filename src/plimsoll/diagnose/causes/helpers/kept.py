@@ -1,9 +1,9 @@
-"""Code for causes that are a user variable: the threshold, the evidence, and the saving.
+"""Code for causes that consist of one user variable: the threshold, the evidence, and the saving.
 
-By default, the saving for a variable is its counted size. If memory in use grows steadily and only this variable grows,
-the saving is the measured growth instead. It includes freed blocks between retained ones, which the heap cannot return,
-and the true cost of graph operations. A growth of over three times the counted size has other causes, and is not
-attributed to the variable.
+By default, the saving is the counted size of the variable. If memory in use grows steadily and only this variable
+grows, the saving is the measured growth instead. The growth includes the true cost of graph operations, and freed
+blocks between retained blocks, which the heap cannot return. A growth of over three times the counted size has other
+causes, and is not attributed to the variable.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ _MOST_TIMES_COUNTED = 3
 
 
 def much(evidence: Evidence, least_share: float) -> Iterator[Kept]:
-    """Yield the kept values that hold at least ``least_share`` of the training's memory, largest first."""
+    """Yield the variables that hold at least ``least_share`` of the training's memory, largest first."""
     for kept in evidence.seen.kept if evidence.seen is not None else ():
         if kept.num_bytes >= least_share * training_bytes(evidence):
             yield kept
 
 
 def training_bytes(evidence: Evidence) -> int:
-    """Return the bytes in use plus the failed allocation, minus the interpreter and libraries; at least 1."""
+    """Return the memory of the training in bytes, at least 1.
+
+    This is the memory in use plus the failed allocation, without the interpreter and libraries.
+    """
     return max(1, sum(share.num_bytes for share in evidence.shares if share.category != _BASELINE))
 
 
@@ -67,7 +70,7 @@ def _grows(kept: Kept) -> bool:
 
 
 def growth_facts(evidence: Evidence) -> list[Fact]:
-    """Return a fact about the growth of memory if it is steady."""
+    """Return the growth of memory per step as a fact, if it is steady; otherwise no facts."""
     growth = evidence.growth
     if growth is None or not growth.is_steady:
         return []

@@ -1,7 +1,8 @@
 """Code for causes that are a part of the peak: the size of the part, its tensors, and the remedy that was tried.
 
 A part is a cause if memory ran out, or is predicted to, and the part is large enough to matter. The remedy is a
-technique that the predictor has tried on this training run, or else the list of techniques for the cause.
+technique that the predictor has tried on this training run. If it has tried none, the remedy is a list of techniques
+for the cause.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ _SHAPE = re.compile(r"\[([\d, ]*)\]")
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the peak; ``places`` are the modules and lines that allocated it, largest first."""
+    """A part of the memory at the peak.
+
+    Attributes:
+        num_bytes: its size.
+        known: how the size is known.
+        places: the modules and lines that allocated it, largest first.
+    """
 
     num_bytes: int
     known: KnownHow = "predicted"
@@ -44,19 +51,22 @@ def part_of_category(evidence: Evidence, category: str) -> Part | None:
 
 
 def part_of_holdings(holdings: Sequence[Holding], known: KnownHow = "predicted") -> Part | None:
-    """Return tensors that are alive at the peak as one part; ``None`` if there are no tensors."""
+    """Return groups of tensors that are alive at the peak as one part; ``None`` if there are no groups."""
     places = tuple(dict.fromkeys(filter(None, map(place_of, holdings))))
     return Part(sum(holding.num_bytes for holding in holdings), known, places) if holdings else None
 
 
 def shape_of(holding: Holding) -> tuple[int, ...]:
-    """Parse a shape such as ``float32[8, 128, 768]``; () if the text has none."""
+    """Return the shape in the text of a group of tensors, such as ``float32[8, 128, 768]``; () if it has no shape."""
     found = _SHAPE.search(holding.shape)
     return tuple(int(word) for word in found[1].split(",") if word.strip()) if found else ()
 
 
 def is_large(evidence: Evidence, part: Part, least_share: float) -> bool:
-    """Return whether memory ran out and a part is at least ``least_share`` of the peak without baseline or context."""
+    """Return whether memory ran out and a part is large.
+
+    A part is large if it is at least ``least_share`` of the peak without the memory from before the model.
+    """
     if not evidence.has_run_out or not evidence.peak_bytes:
         return False
     before_bytes = sum(share.num_bytes for share in evidence.shares if share.category in BEFORE_THE_MODEL)
@@ -64,7 +74,7 @@ def is_large(evidence: Evidence, part: Part, least_share: float) -> bool:
 
 
 def facts_of_holdings(evidence: Evidence, holdings: Sequence[Holding]) -> list[Fact]:
-    """Return a fact for each holding that is alive at the peak."""
+    """Return one fact for each group of tensors that is alive at the peak."""
     return [Fact(text=f"{one.count} x {one.shape}, {one.category}", known=evidence.holdings_known) for one in holdings]
 
 
@@ -83,11 +93,11 @@ def findings_of_part(
     Args:
         evidence: the evidence.
         cause: name of the cause.
-        part: the part; ``None`` if there is no such part.
+        part: the part; ``None`` if it does not exist, which gives no finding.
         least_share: see `is_large`.
-        what: the start of the title, such as ``the logits``.
+        what: the name of the part, with which the title begins, such as ``the logits``.
         instead: the remedy if no technique was tried; by default the result of `techniques_for`.
-        facts: evidence in addition to the size.
+        facts: evidence to show in addition to the size.
     """
     if part is None or not is_large(evidence, part, least_share):
         return ()
@@ -111,7 +121,7 @@ def findings_of_part(
 
 
 def techniques_for(cause: str) -> str:
-    """Return the summaries of the techniques that are remedies for a cause, best first, each with its page."""
+    """Return a sentence of the techniques that are remedies for a cause, best first, each with its page."""
     said = remedies_for(cause).items()
     return "; or ".join(f"{summary} (docs/techniques/{name}.md)" for name, summary in said)
 
@@ -120,10 +130,10 @@ def tried_remedy(evidence: Evidence, cause: str, num_bytes: int = 0) -> Remedy |
     """Return the best remedy that was tried and consists of a single technique; ``None`` if there is no such remedy.
 
     Args:
-        evidence: the evidence, with the remedies.
-        cause: name of a cause, for which techniques declare themselves as remedies.
-        num_bytes: size of the part. The first remedy that saves half of it is returned, or else the remedy that saves
-            most.
+        evidence: the evidence, with the remedies that the predictor has tried.
+        cause: name of the cause. Techniques declare the causes for which they are remedies.
+        num_bytes: size of the part that the cause describes. The first remedy that saves at least half of it is
+            returned, or else the remedy that saves most.
     """
     alone = {remedy.choices[0].technique: remedy for remedy in evidence.remedies if len(remedy.choices) == 1}
     if not alone:

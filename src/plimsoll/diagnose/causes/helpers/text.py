@@ -6,7 +6,7 @@ from plimsoll.records.oom_text import LikelyCause, OomText
 
 
 def is_possible(event: OomText, cause: LikelyCause) -> bool:
-    """Return whether the numbers in an error text support a cause, as the likely or as the alternative cause."""
+    """Return whether the numbers in an error text make a cause the likely or the alternative cause."""
     return event.is_oom and cause in (event.likely_cause, event.likely_cause_alt)
 
 

@@ -1,4 +1,4 @@
-"""Hand-written gradient accumulation: a backward pass for every micro-batch, and a step after several of them.
+"""Detection of gradient accumulation in a file: a backward pass for every micro-batch, a step after several of them.
 
 Two forms are found: `if (i + 1) % n == 0: optimizer.step()` in the loop of the backward pass, and a loop over
 micro-batches that is followed by the step. Not counted: accumulation by a library (`accelerator.accumulate`,
@@ -20,13 +20,13 @@ _COUNTED = re.compile(r"accum|micro|virtual|update_freq|grad_steps|sync", re.IGN
 
 
 class Accumulation(NamedTuple):
-    """One loop in which gradients add up.
+    """One loop in which gradients add up over micro-batches.
 
     Attributes:
         loop: the loop of the backward pass.
         backward: the backward pass.
-        step: the optimizer step.
-        condition: the condition of the step; ``None`` if the step follows the loop.
+        step: the call of the optimizer's step.
+        condition: the ``if`` around the step; ``None`` if the step follows the loop.
     """
 
     loop: Loop
@@ -61,7 +61,10 @@ def _conditional(source: Source, backward: Backward) -> Accumulation | None:
 
 
 def _condition(source: Source, step: ast.Call, loop: Loop) -> ast.If | None:
-    """Return the `if` in the loop around an optimizer step, if its test counts batches, such as ``i % n == 0``."""
+    """Return the `if` around an optimizer step, within the loop, whose test counts batches, such as ``i % n == 0``.
+
+    ``None`` if there is no such `if`.
+    """
     for above in source.ancestors(step):
         if above is loop:
             return None
@@ -77,7 +80,7 @@ def _counts(test: ast.expr) -> bool:
 
 
 def _is_managed(source: Source, backward: Backward) -> bool:
-    """Return whether a backward pass is in a library's ``with accumulate(...)`` block, which counts micro-batches."""
+    """Return whether a backward pass is in a ``with accumulate(...)`` block of a library that counts micro-batches."""
     return any(
         isinstance(above, ast.With)
         and any(
@@ -104,7 +107,7 @@ def _nested(source: Source, backward: Backward) -> Accumulation | None:
 
 
 def is_named_so(source: Source, found: Accumulation) -> bool:
-    """Return whether a loop's range, iterable or variable is named like micro-batches."""
+    """Return whether a ``for`` loop's range, iterable or variable is named like micro-batches."""
     if isinstance(found.loop, ast.While):
         return False
     names = {last_name(node) for node in ast.walk(found.loop.iter)} | {last_name(found.loop.target)}
@@ -112,7 +115,7 @@ def is_named_so(source: Source, found: Accumulation) -> bool:
 
 
 def is_normalised(source: Source, found: Accumulation) -> bool:
-    """Return whether the loss, or a value computed from it, is divided anywhere, or needs no division."""
+    """Return whether the loss, or a value from which it is computed, is divided, or whether it needs no division."""
     scope = source.scope(found.backward.call)
     if _divides(found.backward.loss):
         return True
@@ -138,7 +141,7 @@ def _divides(node: ast.expr) -> bool:
 
 
 def _is_division(node: ast.AST) -> bool:
-    """Return whether a node is a division, or a multiplication by a name such as ``weight``."""
+    """Return whether a node divides, or multiplies by a name such as ``weight`` or with ``mul``, which may divide."""
     if isinstance(node, ast.BinOp):
         is_weighted = any(_WEIGHT.search(last_name(part)) for part in (node.left, node.right))
         return isinstance(node.op, ast.Div) or (isinstance(node.op, ast.Mult) and is_weighted)
@@ -155,12 +158,12 @@ def _divides_within(source: Source, node: ast.expr) -> bool:
 
 
 def _is_other_way(call: ast.Call) -> bool:
-    """Return whether a loss function is created or called to return a sum, which needs no division."""
+    """Return whether a call creates or computes a loss that is a sum, which needs no division."""
     return is_constant(keyword(call, "reduction"), "sum") or is_constant(keyword(call, "size_average"), False)
 
 
 def _scales_gradients(source: Source, scope: ast.AST) -> bool:
-    """Return whether a function divides the gradients."""
+    """Return whether a function divides or multiplies gradients in place."""
     for node in source.own(scope, ast.AugAssign):
         if isinstance(node.op, ast.Div | ast.Mult) and last_name(node.target) == "grad":
             return True

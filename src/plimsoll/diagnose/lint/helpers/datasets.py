@@ -1,4 +1,4 @@
-"""Data sets in a file, and whether they hold their samples as Python objects."""
+"""Detection of the data sets in a file, and of lists of Python objects in which they hold their samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TENSORS = re.compile(r"^(?:torch|numpy|np)\.")
 
 @lru_cache(maxsize=4)
 def dataset_classes(source: Source) -> list[ast.ClassDef]:
-    """Return the classes that are data sets, directly or through a class of the same file."""
+    """Return the classes of a file that are data sets, directly or through a base class in the same file."""
     classes = {one.name: one for one in source.every(ast.ClassDef)}
 
     def is_dataset(one: ast.ClassDef, depth: int = 5) -> bool:
@@ -28,14 +28,14 @@ def dataset_classes(source: Source) -> list[ast.ClassDef]:
 
 @lru_cache(maxsize=16)
 def object_list(source: Source, owner: ast.ClassDef) -> str:
-    """Return the attribute of a data set that is a list of Python objects; "" if no such list is found."""
+    """Return the attribute in which a data set holds a list of Python objects; "" if no such attribute is found."""
     methods = [one for one in owner.body if isinstance(one, Function)]
     paths = (path for method in methods for path in (*_assigned(source, method), *_appended(source, method)))
     return next((path for path in paths if not _becomes_tensor(source, methods, path)), "")
 
 
 def _assigned(source: Source, method: Function) -> list[str]:
-    """Return the attributes that a method assigns lists of objects to."""
+    """Return the attributes to which a method assigns lists of objects."""
     return [
         path
         for node in source.own(method, ast.Assign, ast.AnnAssign)
@@ -57,7 +57,7 @@ def _appended(source: Source, method: Function) -> list[str]:
 
 
 def _becomes_tensor(source: Source, methods: list[Function], path: str) -> bool:
-    """Return whether a list is converted to a tensor or an array later: ``self.x = torch.tensor(self.x)``."""
+    """Return whether a class later replaces a list by a tensor or an array: ``self.x = torch.tensor(self.x)``."""
     for method in methods:
         for given in source.assignments(method, path):
             value = given.value
@@ -86,7 +86,7 @@ def _is_objects(source: Source, node: ast.expr, depth: int = 3) -> bool:
 
 
 def _makes_objects(source: Source, call: ast.Call, depth: int) -> bool:
-    """Return whether a call returns a list of objects: from a file, from JSON, or from a function of the file."""
+    """Return whether a call returns a list of objects: from a file, from JSON, or from a function in the file."""
     if isinstance(call.func, ast.Attribute) and call.func.attr in _OBJECTS:
         return True
     if source.dotted(call.func) in ("json.load", "json.loads", "pickle.load", "list", "sorted") and call.args:
@@ -110,7 +110,7 @@ def _is_filled(source: Source, scope: ast.AST, name: str) -> bool:
 
 
 def _is_object(source: Source, node: ast.expr) -> bool:
-    """Return whether an expression is certainly not a tensor: a text, a dict, a tuple, a list."""
+    """Return whether an expression certainly is a Python object and not a tensor: a text, a dict, a tuple, a list."""
     if isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.JoinedStr | ast.ListComp | ast.DictComp):
         return True
     if isinstance(node, ast.Call):

@@ -1,6 +1,6 @@
 """A parsed Python file for lint rules: its syntax tree, imported names, and calls between its functions.
 
-Names are resolved within the file only, and by name: a method by ``self.method`` in its own class, a function by its
+Names are resolved within the file only. A method is found by ``self.method`` in its own class, and a function by its
 name. Not handled: imports of other files, inheritance between files, and names that are bound at run time.
 """
 
@@ -23,7 +23,7 @@ _NESTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class Edit(NamedTuple):
-    """A replacement for the characters from ``start`` to ``end`` of the text."""
+    """A replacement ``text`` for the characters of the file from ``start`` up to ``end``."""
 
     start: int
     end: int
@@ -31,7 +31,10 @@ class Edit(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A value that a statement assigns to a name. If the value is unpacked, ``place`` is the index of the name."""
+    """A value that a statement assigns to a name.
+
+    If the value is unpacked to several names, ``place`` is the index of this name among them, otherwise ``None``.
+    """
 
     statement: ast.Assign | ast.AnnAssign | ast.AugAssign
     value: ast.expr
@@ -40,7 +43,15 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Hit:
-    """One mistake: its node, its effect, the remedy, and the edits that fix it if that is safe."""
+    """One mistake that a rule has found.
+
+    Attributes:
+        node: the code with the mistake.
+        message: the effect of the mistake.
+        remedy: how to fix it.
+        severity: how serious it is.
+        edits: changes to the text that fix it; empty if no safe fix is known.
+    """
 
     node: ast.expr | ast.stmt | ast.keyword | ast.alias
     message: str
@@ -86,11 +97,11 @@ class Source:
         return [node for kind in kinds for node in self._by_type.get(kind, [])]
 
     def parent(self, node: ast.AST) -> ast.AST | None:
-        """Return the node that contains a node directly."""
+        """Return the node that directly contains a node; ``None`` for the module."""
         return self._parents.get(node)
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield the nodes that contain a node, innermost first."""
+        """Yield the nodes that contain a node, from its parent to the module."""
         above = self._parents.get(node)
         while above is not None:
             yield above
@@ -114,11 +125,11 @@ class Source:
         return self.tree
 
     def class_of(self, node: ast.AST) -> ast.ClassDef | None:
-        """Return the innermost class that contains a node."""
+        """Return the innermost class that contains a node; ``None`` outside of classes."""
         return next((above for above in self.ancestors(node) if isinstance(above, ast.ClassDef)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """Return the statement that contains a node, or the node itself if it is one."""
+        """Return the statement that contains an expression. A statement is returned itself."""
         return next(above for above in (node, *self.ancestors(node)) if isinstance(above, ast.stmt))
 
     def loops(self, node: ast.AST) -> list[Loop]:
@@ -165,7 +176,7 @@ class Source:
         return found
 
     def dotted(self, node: ast.AST | None) -> str:
-        """Return the full name of code such as ``nn.Linear``: ``torch.nn.Linear``; "" for anything but a name."""
+        """Return the full name of code such as ``nn.Linear``: ``torch.nn.Linear``; "" if the code is not a name."""
         if isinstance(node, ast.Name):
             return self.imports.get(node.id, node.id)
         if isinstance(node, ast.Attribute) and (base := self.dotted(node.value)):
@@ -186,7 +197,7 @@ class Source:
         return found
 
     def called(self, call: ast.Call) -> Function | None:
-        """Return the function or method of this file that a call runs, or ``None`` if it is not certain."""
+        """Return the function or method of this file that a call runs; ``None`` if it cannot be determined."""
         name, owner = last_name(call.func), None
         if isinstance(call.func, ast.Attribute):
             if not (isinstance(call.func.value, ast.Name) and call.func.value.id == "self"):
@@ -206,7 +217,7 @@ class Source:
         return found
 
     def callers(self, scope: Scope) -> list[ast.Call]:
-        """Return the calls of a function in this file."""
+        """Return the calls in this file of a function of this file."""
         return [] if isinstance(scope, ast.Module) else self._callers.get(scope, [])
 
     def assignments(self, scope: ast.AST, name: str) -> list[Given]:
@@ -237,7 +248,12 @@ class Source:
         return starts
 
     def offset(self, line: int, column_bytes: int) -> int:
-        """Return the character offset in the text of a line and a column in UTF-8 bytes, as `ast` reports them."""
+        """Return the character offset in the text of a position that `ast` reports.
+
+        Args:
+            line: the line number.
+            column_bytes: the column, in bytes of UTF-8.
+        """
         start = self._line_starts[line - 1]
         row = self.text[start : self._line_starts[line] - 1]
         return start + len(row.encode()[:column_bytes].decode())
@@ -254,21 +270,21 @@ class Source:
 
 
 def last_name(node: ast.AST | None) -> str:
-    """Return ``c`` for ``a.b.c`` or ``c``, where ``a`` may be any expression; "" for anything else."""
+    """Return the last part of a dotted name, ``c`` for ``a.b.c``; "" if the code does not end in a name."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def path_of(node: ast.AST | None) -> str:
-    """Return a name or dotted name as written, such as ``a.b.c``; "" for anything else."""
+    """Return a name or dotted name as written, such as ``a.b.c``; "" if the code is not such a name."""
     if isinstance(node, ast.Attribute) and (base := path_of(node.value)):
         return f"{base}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def names_bound(target: ast.AST) -> list[str]:
-    """Return the names, and paths such as ``self.x``, that an assignment to a target binds."""
+    """Return the names that an assignment to a target binds. They include paths such as ``self.x``."""
     if isinstance(target, ast.Tuple | ast.List):
         return [name for element in target.elts for name in names_bound(element)]
     if isinstance(target, ast.Starred):
@@ -277,17 +293,17 @@ def names_bound(target: ast.AST) -> list[str]:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """Return every name in a node, without attributes."""
+    """Return every variable name in a node. Names of attributes are not included."""
     return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """Return the value of a keyword argument; ``None`` if it is not given."""
+    """Return the value of a call's keyword argument; ``None`` if the argument is not given."""
     return next((one.value for one in call.keywords if one.arg == name), None)
 
 
 def is_constant(node: ast.AST | None, value: object) -> bool:
-    """Return whether a node is a given constant: ``True``, ``"max_length"``."""
+    """Return whether a node is the given constant, such as ``True`` or ``"max_length"``."""
     return isinstance(node, ast.Constant) and type(node.value) is type(value) and node.value == value
 
 

@@ -59,7 +59,13 @@ _NOT_MODEL = re.compile(r"optim|sched|scaler|loader|criterion|tokenizer|trainer|
 
 
 class Backward(NamedTuple):
-    """One backward pass: the call, the loss, and whether the library divides by the number of micro-batches."""
+    """One backward pass in a file.
+
+    Attributes:
+        call: the call that starts it.
+        loss: the expression from which it starts.
+        divides: whether a library divides the loss by the number of micro-batches.
+    """
 
     call: ast.Call
     loss: ast.expr
@@ -88,7 +94,10 @@ def _backward(source: Source, call: ast.Call) -> Backward | None:
 
 
 def _scaled(source: Source, call: ast.Call, owner: ast.expr) -> ast.expr:
-    """Return the loss; inside apex's ``with amp.scale_loss(loss, optimizer) as scaled:``, the loss of ``scaled``."""
+    """Return the loss of a backward call.
+
+    Inside apex's ``with amp.scale_loss(loss, optimizer) as scaled:``, it is ``loss`` for a call on ``scaled``.
+    """
     for above in source.ancestors(call):
         if isinstance(above, ast.With):
             for item in above.items:
@@ -119,7 +128,7 @@ def is_optimizer(source: Source, node: ast.expr) -> bool:
 
 @lru_cache(maxsize=4)
 def steps(source: Source) -> list[ast.Call]:
-    """Return every call of an optimizer's step, also through a gradient scaler."""
+    """Return every call of an optimizer's ``step``, also through a gradient scaler."""
     return [call for call in source.calls if _is_step(source, call)]
 
 
@@ -131,7 +140,7 @@ def _is_step(source: Source, call: ast.Call) -> bool:
 
 @lru_cache(maxsize=4)
 def zero_grads(source: Source) -> list[ast.Call]:
-    """Return every call that clears gradients."""
+    """Return every call that clears gradients, such as ``optimizer.zero_grad()``."""
     return [
         call
         for call in source.calls
@@ -184,7 +193,10 @@ def is_forward(source: Source, call: ast.Call) -> bool:
 
 
 def is_batch_loop(source: Source, loop: Loop) -> bool:
-    """Return whether a loop is over batches: its iterable is named like a loader, or it has its own backward pass."""
+    """Return whether a loop is over batches.
+
+    It is if its iterable is named like a loader, or if it directly contains a backward pass.
+    """
     if not isinstance(loop, ast.While) and _LOADER.search(_iterated(loop.iter).lower()):
         return True
     if any(source.loops(found.call)[:1] == [loop] for found in backwards(source)):
@@ -195,7 +207,7 @@ def is_batch_loop(source: Source, loop: Loop) -> bool:
 
 
 def _iterated(node: ast.expr) -> str:
-    """Return the name of a loop's iterable, without `enumerate`, `tqdm` and similar wrappers."""
+    """Return the name of the object that a loop goes through, without wrappers such as `enumerate` or `tqdm`."""
     while isinstance(node, ast.Call) and node.args and last_name(node.func) in _WRAPPERS:
         node = node.args[0]
     if isinstance(node, ast.Call):
@@ -206,12 +218,15 @@ def _iterated(node: ast.expr) -> str:
 
 
 def iterated(loop: Loop) -> str:
-    """Return the name of the iterable of a ``for`` loop; "" for a ``while``."""
+    """Return the name of the object that a ``for`` loop goes through; "" for a ``while`` loop."""
     return "" if isinstance(loop, ast.While) else _iterated(loop.iter)
 
 
 def batch_loop(source: Source, node: ast.AST, depth: int = 2) -> Loop | None:
-    """Return the loop over batches that runs a node, directly or through a call of its function."""
+    """Return the loop over batches that runs a node; ``None`` if none is found.
+
+    The loop is around the node, or around a call of the function that contains the node.
+    """
     for loop in source.loops(node):
         if is_batch_loop(source, loop):
             return loop
@@ -229,7 +244,7 @@ def is_named_evaluation(scope: Scope) -> bool:
 
 
 def is_of_a_module(source: Source, scope: Scope) -> bool:
-    """Return whether a function is a method of a model. Its callers decide whether gradients are on."""
+    """Return whether a function is a method of a model, so that its callers decide whether gradients are on."""
     above = source.parent(scope)
     return isinstance(above, ast.ClassDef) and any(
         re.search(r"Module|Model$|PreTrained", last_name(base)) for base in above.bases
@@ -237,7 +252,10 @@ def is_of_a_module(source: Source, scope: Scope) -> bool:
 
 
 def is_without_grad(source: Source, node: ast.AST, depth: int = 3) -> bool:
-    """Return whether gradients are off, or may be, at a node: turned off around it, or around all its callers."""
+    """Return whether gradients are off at a node, or possibly off.
+
+    They are turned off around the node, by a lasting switch before it, or at all calls of its function.
+    """
     if any(_is_off_in(source, above) for above in source.ancestors(node)):
         return True
     scope = source.scope(node)
@@ -249,7 +267,7 @@ def is_without_grad(source: Source, node: ast.AST, depth: int = 3) -> bool:
 
 
 def _is_off_in(source: Source, above: ast.AST) -> bool:
-    """Return whether a `with`, a decorator or a Lightning hook turns gradients off."""
+    """Return whether a node around other code turns gradients off: a `with`, a decorator or a Lightning hook."""
     if isinstance(above, ast.With | ast.AsyncWith):
         return any(_turns_off(source, item.context_expr) for item in above.items)
     if isinstance(above, Function | ast.ClassDef):
@@ -269,7 +287,10 @@ def _turns_off(source: Source, node: ast.expr) -> bool:
 
 
 def _switches_off(source: Source, call: ast.Call, node: ast.AST) -> bool:
-    """Return whether a call is a lasting ``torch.set_grad_enabled(False)`` before a node."""
+    """Return whether a call is ``torch.set_grad_enabled(False)`` as a statement above a node.
+
+    As a statement, it stays in effect. As a context manager, it does not.
+    """
     is_switch = source.dotted(call.func).endswith("set_grad_enabled") and not _is_true(call)
     return is_switch and isinstance(source.parent(call), ast.Expr) and call.lineno <= getattr(node, "lineno", 0)
 

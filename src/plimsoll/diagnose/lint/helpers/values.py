@@ -66,7 +66,13 @@ Kind = Literal["loss", "output"]
 
 @dataclass(frozen=True)
 class Value:
-    """The result of a forward pass that an expression holds: a loss or an output."""
+    """The result of a forward pass that an expression holds.
+
+    Attributes:
+        kind: whether it is a loss or an output.
+        has_graph: whether it keeps its graph alive.
+        is_on_device: whether it is on the device.
+    """
 
     kind: Kind
     has_graph: bool = True
@@ -74,7 +80,10 @@ class Value:
 
 
 def value_of(source: Source, node: ast.expr, depth: int = _DEEPEST) -> Value | None:
-    """Return the value of an expression; ``None`` if it is not known to be a loss or an output."""
+    """Return the kind of forward result that an expression holds, as the file shows it.
+
+    ``None`` if the expression is not known to be a loss or an output. ``depth`` limits how far names are followed.
+    """
     if depth <= 0:
         return None
     if isinstance(node, ast.Name):
@@ -88,7 +97,7 @@ def value_of(source: Source, node: ast.expr, depth: int = _DEEPEST) -> Value | N
 
 
 def _parts(node: ast.expr) -> list[ast.expr]:
-    """Return the subexpressions from which the value of an expression is computed."""
+    """Return the subexpressions whose values determine the value of an expression."""
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
     if isinstance(node, ast.UnaryOp):
@@ -123,7 +132,10 @@ def _of_name(source: Source, node: ast.Name, depth: int) -> Value | None:
 
 
 def _is_a_number_beside(source: Source, given: Given, name: str) -> bool:
-    """Return whether a name is one of several values of a call, and backward uses another of them."""
+    """Return whether a name is one of several results of a call, and backward uses another of them.
+
+    Such a name is probably a number for a log, not a tensor with a graph.
+    """
     if given.place is None or not isinstance(given.value, ast.Call) or is_forward(source, given.value):
         return False
     if not isinstance(given.statement, ast.Assign):
@@ -135,7 +147,7 @@ def _is_a_number_beside(source: Source, given: Given, name: str) -> bool:
 
 
 def _of_given(source: Source, given: Given, depth: int) -> Value | None:
-    """Return the value that an assignment gives to one name, also if the name is one target of an unpacking."""
+    """Return the value that an assignment gives to one name. The name may be one of several targets of an unpacking."""
     value, place = given.value, given.place
     if place is None:
         return value_of(source, value, depth - 1)
@@ -152,7 +164,7 @@ def _of_given(source: Source, given: Given, depth: int) -> Value | None:
 
 
 def _best(found: Iterable[Value | None]) -> Value | None:
-    """Return the value that keeps the most memory alive; ``None`` if all are unknown."""
+    """Return the value that keeps the most memory alive; ``None`` if no value is known."""
     return max((one for one in found if one), key=lambda value: (value.has_graph, value.is_on_device), default=None)
 
 
@@ -213,7 +225,14 @@ def _of_torch(source: Source, call: ast.Call, name: str, depth: int) -> Value | 
 
 
 def _returned(source: Source, function: Function, depth: int, place: int | None = None) -> Value | None:
-    """Return the value that a function of the file returns, if it has a single return."""
+    """Return the value that a function of the file returns; ``None`` if it is not known.
+
+    Args:
+        source: the file.
+        function: the function, which must have a single ``return``.
+        depth: how far names are followed.
+        place: the index of the value in a returned tuple; ``None`` if the tuple is not unpacked.
+    """
     given = [one.value for one in source.own(function, ast.Return) if one.value is not None]
     if len(given) != 1 or isinstance(given[0], ast.Dict):
         return None
