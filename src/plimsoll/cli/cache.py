@@ -44,8 +44,8 @@ def clear(
 ) -> None:
     """Delete cached files.
 
-    Calibration, data and embeddings are deleted only if they are named. Make
-    sure that no training reads them.
+    Calibration, data and embeddings are deleted only if you name them. Make
+    sure that no training run is using them.
 
     \b
     Examples:

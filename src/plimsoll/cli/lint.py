@@ -28,7 +28,7 @@ def lint(  # noqa: PLR0917 -- typer calls it by name
         typer.Option("--ignore", metavar="RULE", help="Skip this rule; repeatable.", rich_help_panel=_RULES),
     ] = None,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Repair in place what is safe to repair.", rich_help_panel=_RULES)
+        bool, typer.Option("--fix", help="Fix in place the findings that are safe to fix.", rich_help_panel=_RULES)
     ] = False,
     format: Annotated[
         Literal["text", "json", "sarif", "github"],

@@ -65,7 +65,9 @@ def shrink(
     ] = False,
     recover: Annotated[
         int,
-        typer.Option(metavar="STEPS", help="Train each model that changed shapes.", rich_help_panel=_RECOVERY),
+        typer.Option(
+            metavar="STEPS", help="Retrain each model whose weight shapes changed.", rich_help_panel=_RECOVERY
+        ),
     ] = 0,
     no_distill: Annotated[
         bool,

@@ -52,7 +52,7 @@ def train(  # noqa: PLR0917 -- typer calls it by name
         bool,
         typer.Option(
             "--no-plan",
-            help="Use no techniques; halve the batch on OOM.",
+            help="Use no techniques; halve the micro-batch on OOM.",
             rich_help_panel=options.PLAN,
         ),
     ] = False,

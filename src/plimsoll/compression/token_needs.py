@@ -96,8 +96,8 @@ def _check_numbers(text: str, before: Mapping[str, Any], kept: list[int]) -> Non
     for number, token in enumerate(kept):
         if made.id_to_token(number) != old.id_to_token(token):
             raise WeightsError(
-                f"the tokenizer would give `{old.id_to_token(token)}` another id than {number}, since the ids of its "
-                "added tokens do not follow the model's ids: leave `vocabulary` out"
+                f"the tokenizer would give `{old.id_to_token(token)}` another id than {number}, because the ids of "
+                "its added tokens do not start right after the model's ids: leave `vocabulary` out"
             )
 
 

@@ -288,7 +288,7 @@ class _Packing:
         why = f"row {self._num_rows + row + 1} {why}"
         if self._reading.on_error == "stop":
             raise DataError(
-                f"cannot use {self._table.name} as text: {why}: correct it; set on_error: skip to leave out "
+                f"cannot use {self._table.name} as text: {why}: correct it, or set on_error: skip to leave out "
                 "unreadable texts"
             )
         kept[row] = False

@@ -234,7 +234,7 @@ class RecurrentLanguageModel(RecurrentModel):
     def _carried_by(self, slots: Tensor) -> CarriedState:
         if self.carried is None:
             raise InputError(
-                f"a batch has windows of {len(slots)} stream slots, but the model carries no state between windows: "
+                f"the batch continues {len(slots)} streams of text, but the model keeps no state between batches: "
                 "call model.carry(num_slots) first"
             )
         return self.carried

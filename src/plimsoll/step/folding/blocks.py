@@ -290,7 +290,7 @@ class _Backward:
         if begin is None:
             raise BlocksDiffer(f"the backward pass of {row.names[self._number]} has not begun")
         if not self._is_alone(begin):
-            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} is mixed with other work")
+            raise BlocksDiffer(f"the backward pass of {row.names[self._number]} is interleaved with other modules")
         rows = [_row_of_gradient(recorder, one) for one in self._parameters]
         self.reached = [place for place, now in enumerate(rows) if now != self._before[place]]
         self.is_new = row_of(recorder, gradient) != self._given[0]

@@ -74,8 +74,8 @@ class Attributes:
                 where = _line_of_assignment(owner, attribute)
                 if attribute in owner._buffers:
                     raise InputError(
-                        f"{type(owner).__name__} changes its buffer `{attribute}` in forward{where}, and would do so "
-                        "twice for each segment: put that module in evaluation mode, or leave segments out"
+                        f"{type(owner).__name__} changes its buffer `{attribute}` in forward{where}, and checkpointing "
+                        "runs each forward twice: put that module in evaluation mode, or leave segments out"
                     )
                 raise InputError(
                     f"{type(owner).__name__} keeps a state in its attribute `{attribute}`{where}, whose value differs "

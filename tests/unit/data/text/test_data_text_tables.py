@@ -89,7 +89,7 @@ def test_columns_that_cannot_be_used_are_said(tmp_path: Path, fields: dict[str, 
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        ({"text": ["a", None, "c"], "y": [1, 2, 3]}, "row 2 has no text .null.: correct it; set on_error: skip"),
+        ({"text": ["a", None, "c"], "y": [1, 2, 3]}, "row 2 has no text .null.: correct it, or set on_error: skip"),
         ({"text": ["a", "b" * 200, "c"], "y": [1, 2, 3]}, r"row 2 has more than 100 B of text \(200 bytes\)"),
         ({"text": ["a", "b", "c"], "y": [1, None, 3]}, "row 2 has no class in 'y'"),
     ],

@@ -155,7 +155,7 @@ def test_a_model_that_keeps_no_state_refuses_windows_of_streams(tokens):
     model = build()
     model.carried = None
     with pytest.raises(
-        InputError, match=r"windows of 3 stream slots, but the model carries no state.*: call model\.carry"
+        InputError, match=r"continues 3 streams of text, but the model keeps no state.*: call model\.carry"
     ):
         model(**window(tokens, 0))
 

@@ -56,7 +56,7 @@ def test_why_it_cannot_be():
 
     of_scores = workload_of(Scores(), lambda model, batch: model(batch["query"]).softmax(-1).square().sum())
     assert why_not_in_slices(of_scores, batches(1)[0]) == (
-        "no part of Scores returns one row for each of its rows, as an encoder does"
+        "no module of Scores returns one row for each input row, as an encoder does"
     )
 
 
