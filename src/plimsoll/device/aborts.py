@@ -50,8 +50,8 @@ class Dump:
     """Parser for the call stacks that `faulthandler` writes at a crash, line by line.
 
     The attributes describe the current thread. If native code failed in a thread without Python code, no thread is
-    current. The attributes then describe the last listed thread, which is the main thread. The last call of a thread
-    comes first.
+    current. The attributes then describe the last listed thread, which is the main thread. In the input, the innermost
+    call of each thread comes first.
 
     Attributes:
         place: the innermost line of user code in that thread, ``file.py:12``.

@@ -110,8 +110,8 @@ class CpuBackend:
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:
         """Check that allocations of these sizes fit together, and raise the limit by their total in the ``with`` block.
 
-        The memory is allocated and freed at once. It is never touched, so it takes no memory but counts against the
-        limit. It is allocated as plain storages, because a trace would record tensors.
+        The memory is allocated as a test and freed immediately. Its pages are never touched, so the test takes no
+        physical memory but counts against the limit. Plain storages are used, because a trace would record tensors.
         """
         import torch
 
