@@ -112,7 +112,7 @@ def diagnosis_of_run(
 
 
 def _texts(directory: Path) -> TextSketch | None:
-    """Return a sketch of the prepared texts of a run; ``None`` if they cannot be read."""
+    """Return facts about the prepared texts of a run, such as their lengths; ``None`` if they cannot be read."""
     try:
         return texts_of(Prepared.load(directory / "prepared.json"))
     except PlimsollError:

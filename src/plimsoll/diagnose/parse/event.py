@@ -8,7 +8,7 @@ these units as "GB".
 
 Before torch 1.4, "cached" was the reserved memory that was not allocated. Since then it is all reserved memory. A size
 of 2^63 bytes or more is an underflow (WSL, an unset limit) and is ignored. If the text mentions only one "Process N has
-...", this is usually the failed process itself, in a container that hides its number. It is another process only if the
+...", this is usually the failed process itself, in a container that hides its id. It is another process only if the
 text also has "this process has ...". Not handled: texts in languages other than English.
 """
 

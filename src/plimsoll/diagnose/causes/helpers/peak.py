@@ -88,12 +88,15 @@ def findings_of_part(
     instead: str = "",
     facts: Sequence[Fact] = (),
 ) -> tuple[Finding, ...]:
-    """Return the finding for a part of the peak if it is large. Its effect is the remedy's saving, at most the part.
+    """Return the finding for a part of the peak if the part is large, otherwise no findings.
+
+    The effect of the finding is the saving of the remedy that was tried, but at most the size of the part. If no remedy
+    was tried, the effect is the size of the part.
 
     Args:
         evidence: the evidence.
         cause: name of the cause.
-        part: the part; ``None`` if it does not exist, which gives no finding.
+        part: the part; ``None`` if it does not exist, so that there is no finding.
         least_share: see `is_large`.
         what: the name of the part, with which the title begins, such as ``the logits``.
         instead: the remedy if no technique was tried; by default the result of `techniques_for`.
@@ -121,7 +124,7 @@ def findings_of_part(
 
 
 def techniques_for(cause: str) -> str:
-    """Return a sentence of the techniques that are remedies for a cause, best first, each with its page."""
+    """Return a sentence that lists the techniques that are remedies for a cause, best first, each with its page."""
     said = remedies_for(cause).items()
     return "; or ".join(f"{summary} (docs/techniques/{name}.md)" for name, summary in said)
 

@@ -115,7 +115,7 @@ def is_named_so(source: Source, found: Accumulation) -> bool:
 
 
 def is_normalised(source: Source, found: Accumulation) -> bool:
-    """Return whether the loss, or a value from which it is computed, is divided, or whether it needs no division."""
+    """Return whether the loss needs no division, or is divided itself or through a value from which it is computed."""
     scope = source.scope(found.backward.call)
     if _divides(found.backward.loss):
         return True
