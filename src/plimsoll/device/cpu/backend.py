@@ -25,9 +25,9 @@ from plimsoll.records.device import Device, Limit, MemoryUse
 from plimsoll.records.units import format_bytes
 
 _NEARLY_FULL_SHARE = 1 / 2
-"""Share of the budget. If less is free, the memory is nearly full. A failing oneDNN primitive requested a scratchpad
-about as large as a batch: an LSTM with 512 tokens fails with 29 to 50 MiB of 290 MiB free. An unnecessary retry costs
-less than a failed training."""
+"""Memory is nearly full if less than this share of the budget is free. A failing oneDNN primitive requested a
+scratchpad about as large as a batch: an LSTM with 512 tokens fails with 29 to 50 MiB of 290 MiB free. An unnecessary
+retry costs less than a failed training."""
 
 
 @final

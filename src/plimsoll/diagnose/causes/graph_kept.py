@@ -32,7 +32,7 @@ class _Look(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """Growth per step of the memory that one holder keeps; ``None`` if unknown.
+    """Growth per step of the memory that one holder keeps. An unknown rate is ``None``.
 
     Attributes:
         tensor_bytes: bytes of the holder's tensors.

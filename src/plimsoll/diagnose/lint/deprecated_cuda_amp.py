@@ -38,7 +38,7 @@ def _is_old(node: ast.Import | ast.ImportFrom) -> bool:
 def _is_fallback(source: Source, node: ast.AST) -> bool:
     """Return whether a node is code for an older torch.
 
-    Such code is in an exception handler, or under a test of a version or with ``hasattr``.
+    Such code is in an exception handler, or under a condition that tests a version or calls ``hasattr``.
     """
     for above in source.ancestors(node):
         if isinstance(above, ast.ExceptHandler):

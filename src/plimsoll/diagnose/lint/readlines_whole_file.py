@@ -62,8 +62,8 @@ def hits(source: Source) -> Iterator[Hit]:
 def _reads_whole(source: Source, call: ast.Call, in_dataset: bool) -> bool:
     """Return whether a call reads a whole file.
 
-    Every call that reads all lines of a file counts. A call that reads the file as one text counts only in a data set,
-    or if a name near it hints at a text file.
+    Every call that reads all lines of a file counts. A call that reads a file as one text counts in two cases: in a
+    data set, or if a name or path near the call hints at a text file.
     """
     if isinstance(call.func, ast.Name):
         return call.func.id == "list" and len(call.args) == 1 and _is_file(source, call.args[0])
@@ -98,7 +98,7 @@ def _read_of(call: ast.Call) -> ast.Call | None:
 def _is_kept_by_line(source: Source, call: ast.Call) -> bool:
     """Return whether a call opens a file whose lines are all stored in a list.
 
-    For example, the `open(...)` of ``self.rows = [json.loads(line) for line in open(path)]``.
+    An example is the `open(...)` in ``self.rows = [json.loads(line) for line in open(path)]``.
     """
     part = source.parent(call)
     is_gone_over = isinstance(part, ast.comprehension) and part.iter is call and not part.ifs

@@ -40,7 +40,10 @@ class Part:
 
 
 def part_of_category(evidence: Evidence, category: str) -> Part | None:
-    """Return the part of the peak in one category, including the failed allocation; ``None`` if it is unknown."""
+    """Return the part of the peak that is in one category; ``None`` if the category has no known share.
+
+    If the failed allocation belongs to this category, it is included.
+    """
     own = [share for share in evidence.shares if share.category == category]
     if category == evidence.asked_category:
         own += [share for share in evidence.shares if share.category == ASKED]

@@ -107,7 +107,7 @@ def _nested(source: Source, backward: Backward) -> Accumulation | None:
 
 
 def is_named_so(source: Source, found: Accumulation) -> bool:
-    """Return whether a ``for`` loop's range, iterable or variable is named like micro-batches."""
+    """Return whether a name in the header of the accumulation's ``for`` loop suggests that it counts micro-batches."""
     if isinstance(found.loop, ast.While):
         return False
     names = {last_name(node) for node in ast.walk(found.loop.iter)} | {last_name(found.loop.target)}
