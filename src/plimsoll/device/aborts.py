@@ -158,7 +158,10 @@ def told_where(limit_bytes: int | None = None) -> Iterator[None]:
 
 
 def tell_supervisor() -> None:
-    """Make `faulthandler` write the call stack at a crash to the file that the supervisor reads, if there is one."""
+    """Make `faulthandler` write the call stack at a crash to the file that the supervisor reads.
+
+    If there is no supervisor, or a fault handler is already enabled, do nothing.
+    """
     path = os.environ.get(SUPERVISORS_FILE)
     if path and not faulthandler.is_enabled():
         faulthandler.enable(Path(path).open("ab", buffering=0))  # noqa: SIM115 -- as long as the process lives

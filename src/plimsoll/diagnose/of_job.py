@@ -2,7 +2,7 @@
 
 The parts of the peak are predicted (`plimsoll.planning.remedies`), and the predictor tries every remedy on this
 training. The dry run of a finished run uses the choices that were in force at its end. If these choices are predicted
-to fit, the parts of the peak do not explain why the run ended, and a note tells this.
+to fit, the parts of the peak do not explain why the run ended, and a note states this.
 
 Not handled: the padding of a job that has not run, because its texts are not prepared.
 """

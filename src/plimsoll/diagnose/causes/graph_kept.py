@@ -25,7 +25,12 @@ _LEAST_SHARE = 0.05
 
 
 class _Look(NamedTuple):
-    """The tensors and graphs that one variable or attribute (the holder) still kept alive after one step."""
+    """An observation of one variable or attribute (the holder) that keeps graphs alive.
+
+    Attributes:
+        step: the step after which it was observed.
+        held: the tensors and graphs that it kept alive.
+    """
 
     step: int
     held: RetainedGraph

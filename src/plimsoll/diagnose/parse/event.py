@@ -93,7 +93,7 @@ def event_of(text: str, family: str | None = None) -> OomText:
 
     Args:
         text: the message and the text around it, of any number of lines.
-        family: the family from `plimsoll.device.oom_errors`, if the caller knows it.
+        family: the family from `plimsoll.device.oom_errors`; ``None`` if it must be determined from the text.
 
     Returns:
         the event; its kind is `NOT_OOM` if memory did not run out.
