@@ -134,7 +134,7 @@ def _last(run: RunRecord) -> tuple[int | None, int | None]:
 def _padding_share(directory: Path) -> float | None:
     """Return the average share of the tokens in a run's batches that are padding.
 
-    ``None`` if the prepared tokens were deleted, or the batches are not padded.
+    ``None`` if the batches are not padded, or the prepared tokens were deleted or cannot be read.
     """
     try:
         job = Job.from_yaml(directory / "job.yaml")

@@ -122,7 +122,7 @@ def event_of(text: str, family: str | None = None) -> OomText:
 
 
 def nothing_in(text: str) -> OomText:
-    """Return the event for a text that does not show that memory ran out, with the kind `NOT_OOM`."""
+    """Return an event of kind `NOT_OOM`, for a text that does not show that memory ran out."""
     return OomText(kind=NOT_OOM, is_oom=False, text=text[:_MOST_CHARACTERS])
 
 
