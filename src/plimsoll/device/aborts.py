@@ -50,8 +50,8 @@ class Dump:
     """Parser for the call stacks that `faulthandler` writes at a crash, line by line.
 
     The attributes describe the current thread. If native code failed in a thread without Python code, no thread is
-    current. The attributes then describe the last listed thread, which is the main thread. The last call of a thread
-    comes first.
+    current. The attributes then describe the last listed thread, which is the main thread. In the input, the innermost
+    call of each thread comes first.
 
     Attributes:
         place: the innermost line of user code in that thread, ``file.py:12``.
@@ -158,7 +158,10 @@ def told_where(limit_bytes: int | None = None) -> Iterator[None]:
 
 
 def tell_supervisor() -> None:
-    """Make `faulthandler` write the call stack at a crash to the file that the supervisor reads, if there is one."""
+    """Make `faulthandler` write the call stack at a crash to the file that the supervisor reads.
+
+    If there is no supervisor, or a fault handler is already enabled, do nothing.
+    """
     path = os.environ.get(SUPERVISORS_FILE)
     if path and not faulthandler.is_enabled():
         faulthandler.enable(Path(path).open("ab", buffering=0))  # noqa: SIM115 -- as long as the process lives

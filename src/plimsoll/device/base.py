@@ -45,10 +45,10 @@ class Backend(Protocol):
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None] | None:
         """Check that allocations of these sizes fit together, and keep that memory free inside the ``with`` block.
 
-        The memory is allocated and freed at once. If it does not fit, the allocator's error is raised.
+        The memory is allocated as a test and freed immediately. If it does not fit, the allocator's error is raised.
 
         Returns:
-            A context manager, or ``None`` if this backend cannot keep the memory free.
+            A context manager for the block, or ``None`` if this backend cannot keep the memory free.
         """
 
     def without_holes(self) -> AbstractContextManager[None]:

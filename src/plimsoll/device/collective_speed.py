@@ -129,7 +129,7 @@ class _Rank:
     def measure(self) -> dict[tuple[ExchangeKind, int], float]:
         """Return the seconds of each collective, by its kind and the bytes of the whole tensor.
 
-        The tensor of one element is listed with 0 bytes.
+        A tensor of one element measures the latency, and is listed with 0 bytes.
         """
         group, small = self._group, torch.zeros(1)
         found: dict[tuple[ExchangeKind, int], float] = {

@@ -34,8 +34,8 @@ class Launches(NamedTuple):
     """CPU seconds of one op call in training.
 
     Attributes:
-        module_op_seconds: of a call by a Python module in the forward pass.
-        backward_op_seconds: of a call by autograd in the backward pass.
+        module_op_seconds: seconds of a call that a Python module makes in the forward pass.
+        backward_op_seconds: seconds of a call that autograd makes in the backward pass.
     """
 
     module_op_seconds: float
@@ -102,7 +102,8 @@ def _count_ops(model: nn.Module) -> tuple[float, float, float]:
     """Count the op calls of a forward and a backward pass.
 
     Returns:
-        the ops other than casts in the forward pass, its casts, and all ops in the backward pass.
+        the number of ops other than casts in the forward pass, of casts in the forward pass, and of all ops in the
+        backward pass.
     """
     with _Counter() as forward:
         loss = _forward(model)

@@ -97,7 +97,7 @@ class MappedPool:
             return self.empty_like(tensor).copy_(tensor.detach())
 
     def know(self, tensor: Tensor) -> None:
-        """Count a fake tensor as a tensor of this pool, which it stands for in a dry run."""
+        """Treat a fake tensor as part of this pool. In a dry run, it stands for a tensor that the pool would hold."""
         self._made.add(tensor)
 
     def holds(self, tensor: Tensor) -> bool:

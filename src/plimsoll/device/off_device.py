@@ -87,8 +87,8 @@ def is_outside() -> bool:
 def mark_outside(tensor: torch.Tensor) -> torch.Tensor:
     """Mark a tensor as outside the device. Tensors computed only from marked tensors then count as outside, too.
 
-    The mark is not needed for a real tensor, whose device shows its memory. It is needed for a fake tensor, and for a
-    tensor in a test in which the CPU stands in for CUDA.
+    The mark is not needed for a real tensor, whose ``device`` shows where it is stored. It is needed for a fake tensor,
+    and for a tensor in a test in which the CPU stands in for CUDA.
     """
     setattr(tensor, MARK, True)
     return tensor

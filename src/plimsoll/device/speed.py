@@ -250,7 +250,7 @@ class _Probe:
         return statistics.median(found)
 
     def products(self, dtype: torch.dtype) -> Curve:
-        """Measure the FLOPs per second of products of a square matrix and matrices with more and more rows."""
+        """Measure the FLOPs per second of matrix products whose left factor has more and more rows."""
         side = 512 if self.is_cpu else 4096
         points = []
         for rows in (1, 8, 32, 128, side) if dtype == torch.float32 else (32, side):
@@ -298,7 +298,7 @@ class _Probe:
         return self.best_seconds(run) / num_calls
 
     def fresh_seconds_per_byte(self) -> float:
-        """Measure how much longer the first write to newly allocated memory takes, in seconds per byte."""
+        """Measure how much longer the first write to new memory takes than the second, in seconds per byte."""
         num_bytes = 32 * _MIB
 
         def fill() -> float:

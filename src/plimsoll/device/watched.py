@@ -2,8 +2,8 @@
 
 Covers Linux: a process with its descendants, or the processes of the machine with the most private memory. Limits are
 the machine's memory and swap, /dev/shm in the process's mount namespace, control groups, ``RLIMIT_DATA``, ``RLIMIT_AS``
-and GPUs. A GPU is matched by process id as the driver reports it; the driver uses other ids for processes in a
-container.
+and GPUs. The driver reports the GPU memory of each process by its id on the host. In a container, where processes have
+other ids, this memory cannot be assigned to them.
 
 Sources: proc_pid_status(5), proc_pid_limits(5). A sample needs no torch.
 

@@ -1,8 +1,8 @@
 """A linter for memory mistakes in Python files.
 
-A comment at the end of a line ignores rules in that line: ``# plimsoll: ignore[rule, rule]`` the named rules, and
-``# plimsoll: ignore`` all rules. Files are decoded with the encoding that they declare. Not handled: notebooks and
-imports; each file is checked alone.
+A comment at the end of a line suppresses rules in that line. ``# plimsoll: ignore[rule, rule]`` suppresses the named
+rules, and ``# plimsoll: ignore`` suppresses all rules. Files are decoded with the encoding that they declare. Not
+handled: notebooks and imports; each file is checked alone.
 """
 
 from __future__ import annotations

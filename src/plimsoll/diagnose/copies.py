@@ -181,7 +181,13 @@ def _of_container(root: Found, kind: str, models: list[_Model], used: set[int]) 
 
 
 def _is_free(tensor: Tensor, kind: str, used: set[int]) -> bool:
-    """Return whether a tensor is on devices of this kind and is not used by the training, so it can be a copy."""
+    """Return whether a tensor can be a copy, because the training does not use it.
+
+    Args:
+        tensor: the tensor. It must be on a device of type ``kind``, and have no gradient or graph.
+        kind: the type of the device whose memory is explained.
+        used: keys of the storages that the training uses (see `storage_key`).
+    """
     if tensor.device.type != kind or tensor.requires_grad or has_graph(tensor):
         return False
     key = storage_key(tensor)
@@ -189,7 +195,7 @@ def _is_free(tensor: Tensor, kind: str, used: set[int]) -> bool:
 
 
 def _tables_in(value: Any) -> Iterator[tuple[dict[Any, Tensor], bool]]:
-    """Yield the tensors by key of each container nested in a value, and whether they are states of an optimizer."""
+    """Yield, for each container nested in ``value``, its tensors by key, and whether they are optimizer states."""
     waiting, seen, num_items = [(value, False)], set(), 0
     while waiting and num_items < _MOST_ITEMS:
         container, is_of_optimizer = waiting.pop()

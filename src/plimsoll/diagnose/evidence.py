@@ -1,4 +1,4 @@
-"""Evidence in which causes are searched: facts about a job, a process of a run or a loop, or an error text.
+"""The facts from which causes of memory use are found. They come from a job, a run, a training loop or an error text.
 
 For a run that was killed or resumed, the process with the most steps is used, because each process starts with fresh
 memory.
@@ -133,7 +133,7 @@ def shares_of(prediction: Prediction) -> tuple[Share, ...]:
 
 
 def place_of(holding: Holding) -> str:
-    """Return the module and line that made a holding: ``transformer.h.*.attn, attention.py:193``."""
+    """Return the module and line that created the tensors of a group: ``transformer.h.*.attn, attention.py:193``."""
     path, colon, number = holding.made.line.rpartition(":")
     line = f"{PurePath(path).name}:{number}" if colon else ""
     return ", ".join(filter(None, (holding.made.module, line)))
@@ -203,8 +203,8 @@ class Kept:
         name: the expression in user code, such as ``history["loss"]`` or ``model.cache``.
         kind: type of the value, such as ``list``.
         num_items: number of items; 1 if the value is not a container.
-        num_items_before: number of items after the first step or, before its end, at the start; ``None`` if it did not
-            exist then.
+        num_items_before: number of items after the first step, or at the start if the first step has not ended.
+            ``None`` if the value did not exist then.
         tensor_bytes: bytes of the storages of its tensors, each counted once, without parameters.
         graph_bytes: bytes of the graphs of its tensors: nodes, and tensors saved for backward.
         host_bytes: bytes of other objects: numbers, texts, arrays.

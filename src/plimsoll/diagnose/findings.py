@@ -30,7 +30,11 @@ def diagnosed(evidence: Evidence, notes: tuple[str, ...] = ()) -> Diagnosis:
 
 
 def _place(finding: Finding, evidence: Evidence) -> tuple[bool, int, bool]:
-    """Return a key that sorts findings: first those whose unused memory is enough, then by effect, largest first."""
+    """Return a key that sorts findings.
+
+    Findings of memory that the training does not use come first, if it is enough for the allocation that failed. All
+    other findings follow by effect, largest first. Of equal effects, the less likely cause comes last.
+    """
     effect_bytes = finding.effect_bytes or 0
     is_enough = finding.is_unused and effect_bytes >= (evidence.requested_bytes or 0)
     is_less_likely = evidence.event is not None and finding.cause == evidence.event.likely_cause_alt

@@ -31,7 +31,8 @@ def follow(
         watch: the watch to sample.
         every_seconds: seconds between samples.
         num_samples: number of samples; ``None`` for no limit.
-        record: file of a recording, to which samples are appended; its first line must exist. ``None`` records nothing.
+        record: file of a recording, to which samples are appended. Its first line must already be written.
+            ``None`` records nothing.
         show: callback that shows a sample.
         keeps_samples: whether the result contains all samples.
 

@@ -44,11 +44,11 @@ class Found(NamedTuple):
     Attributes:
         name: the full expression for the value, such as ``model.cache["loss"]``.
         variable: the name of the variable or attribute that contains the value, such as ``cache``.
-        owners: the objects that contain that attribute, innermost first, and then the code that may assign the
-            variable.
+        owners: if ``variable`` is an attribute, the objects that contain it, innermost first. The code that may
+            assign the variable follows.
         value: the value.
-        root_name: the expression for that variable or attribute, such as ``model.cache``.
-        root_value: the value of that variable or attribute, which contains ``value`` or is ``value``.
+        root_name: the expression for the variable or attribute, such as ``model.cache``.
+        root_value: the value of the variable or attribute, which contains ``value`` or is ``value``.
     """
 
     name: str

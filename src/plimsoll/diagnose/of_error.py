@@ -225,9 +225,9 @@ def _given_to_modules(scene: _Scene) -> Iterator[Tensor]:
 
 
 def _named(all_found: list[Found], kept: list[Kept], stays: set[int]) -> dict[str, list[Tensor]]:
-    """Group tensors that user variables hold, by category: `KEPT` and ``"inputs"``.
+    """Group tensors that user variables hold by category: `KEPT` (tensors that stay alive) and ``"inputs"`` (batches).
 
-    Tensors in growing containers, in data sets and in ``stays`` are `KEPT`. The others are batches. Tensors that
+    Tensors in growing containers, in data sets and in ``stays`` are `KEPT`. Other tensors are batches. Tensors that
     require a gradient are omitted, except in growing containers and data sets.
 
     Args:
@@ -341,7 +341,7 @@ def _holdings(stock: Inventory, scene: _Scene, asked: Asked | None, before: Befo
 
 
 def _op_asked(scene: _Scene) -> str:
-    """Return the source text of the line that failed, in place of the name of the operation that failed."""
+    """Return the line of code that failed, in lower case. It stands in for the unknown name of the failed operation."""
     return scene.lines[0].code.lower()
 
 

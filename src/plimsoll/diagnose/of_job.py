@@ -2,7 +2,7 @@
 
 The parts of the peak are predicted (`plimsoll.planning.remedies`), and the predictor tries every remedy on this
 training. The dry run of a finished run uses the choices that were in force at its end. If these choices are predicted
-to fit, the parts of the peak do not explain why the run ended, and a note tells this.
+to fit, the parts of the peak do not explain why the run ended, and a note states this.
 
 Not handled: the padding of a job that has not run, because its texts are not prepared.
 """
@@ -112,7 +112,7 @@ def diagnosis_of_run(
 
 
 def _texts(directory: Path) -> TextSketch | None:
-    """Return a sketch of the prepared texts of a run; ``None`` if they cannot be read."""
+    """Return facts about the prepared texts of a run, such as their lengths; ``None`` if they cannot be read."""
     try:
         return texts_of(Prepared.load(directory / "prepared.json"))
     except PlimsollError:
@@ -134,7 +134,7 @@ def _last(run: RunRecord) -> tuple[int | None, int | None]:
 def _padding_share(directory: Path) -> float | None:
     """Return the average share of the tokens in a run's batches that are padding.
 
-    ``None`` if the prepared tokens were deleted, or the batches are not padded.
+    ``None`` if the batches are not padded, or the prepared tokens were deleted or cannot be read.
     """
     try:
         job = Job.from_yaml(directory / "job.yaml")

@@ -1,8 +1,8 @@
 """The diagnosis of an error text or a log: the last out-of-memory error in it, and the causes that its numbers support.
 
 A saving is only given if the numbers bound it from above: memory of other processes, or reserved but unused memory. If
-the file in the traceback exists here and still has the line shown, it is linted for mistakes that cost memory. Not
-handled: the training run that failed is unknown, so no specific technique is suggested.
+the file in the traceback exists on this machine and still has the line shown, it is linted for mistakes that cost
+memory. Not handled: the training run that failed is unknown, so no specific technique is suggested.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class _Grown(NamedTuple):
     """The growth of one process during a watch.
 
     Attributes:
-        use: its memory use when the measured growth ends.
+        use: memory use of the process when the measured growth ends.
         risen_bytes: the bytes by which its private memory grew.
         bytes_per_second: the rate of the growth.
         seconds: the times at which the measured growth begins and ends, since the start of the watch.

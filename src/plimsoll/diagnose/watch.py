@@ -61,7 +61,7 @@ class Forecast:
 
 
 class Watch:
-    """A watch of a process, a run, or (without either) the machine; close it with ``with``.
+    """A watch of a process, a run or, if neither is given, the machine. A ``with`` block closes it.
 
     Args:
         pid: id of the process; for a run, id of the process of its command. ``None`` watches the machine.
@@ -205,7 +205,8 @@ def watch_of(run: Path | None, pid: int | None) -> Watch:
     """Return the watch of a run directory, of a process, or of this machine.
 
     Raises:
-        InputError: if the process has ended, the folder is not a run directory, or no process of the run is here.
+        InputError: if the process has ended, the folder is not a run directory, or the run has no process on this
+            machine.
     """
     if run is None:
         return Watch(pid)

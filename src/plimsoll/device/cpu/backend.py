@@ -25,9 +25,9 @@ from plimsoll.records.device import Device, Limit, MemoryUse
 from plimsoll.records.units import format_bytes
 
 _NEARLY_FULL_SHARE = 1 / 2
-"""Share of the budget. If less is free, the memory is nearly full. A failing oneDNN primitive requested a scratchpad
-about as large as a batch: an LSTM with 512 tokens fails with 29 to 50 MiB of 290 MiB free. An unnecessary retry costs
-less than a failed training."""
+"""Memory is nearly full if less than this share of the budget is free. A failing oneDNN primitive requested a
+scratchpad about as large as a batch: an LSTM with 512 tokens fails with 29 to 50 MiB of 290 MiB free. An unnecessary
+retry costs less than a failed training."""
 
 
 @final
@@ -110,8 +110,8 @@ class CpuBackend:
     def reserved(self, sizes: list[int]) -> AbstractContextManager[None]:
         """Check that allocations of these sizes fit together, and raise the limit by their total in the ``with`` block.
 
-        The memory is allocated and freed at once. It is never touched, so it takes no memory but counts against the
-        limit. It is allocated as plain storages, because a trace would record tensors.
+        The memory is allocated as a test and freed immediately. Its pages are never touched, so the test takes no
+        physical memory but counts against the limit. Plain storages are used, because a trace would record tensors.
         """
         import torch
 

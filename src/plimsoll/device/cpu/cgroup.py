@@ -1,8 +1,8 @@
 """Memory limits, use and OOM kills of the control groups of a process (containers, Slurm, systemd).
 
-Version 1, version 2, and hybrid machines that mount both are read. A limit of any ancestor applies too, so all visible
-ancestors are read. For another process, only hierarchies mounted here count: a process in a container may show fewer
-limits than it has, and a process outside this container shows none.
+Control groups of version 1 and 2 are read, also if a machine mounts both. A limit of any ancestor applies too, so all
+visible ancestors are read. For another process, only hierarchies mounted here count: a process in a container may show
+fewer limits than it has, and a process outside this container shows none.
 
 If no group counts kills, ``oom_kill`` of /proc/vmstat is used, which counts kills on the whole machine since boot.
 
@@ -56,7 +56,9 @@ _LAYOUTS = {
 class OomKills(NamedTuple):
     """The number of processes that the kernel has killed because memory ran out.
 
-    If ``is_whole_machine`` is set, it counts kills on the whole machine, otherwise kills in the control group.
+    Attributes:
+        number: the number of killed processes.
+        is_whole_machine: whether kills on the whole machine are counted, not only kills in the control group.
     """
 
     number: int

@@ -109,7 +109,7 @@ def raised(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def with_untouched(num_bytes: int) -> Iterator[None]:
-    """Exempt from the limit ``num_bytes`` of address space that the ``with`` block maps, until the pages are written.
+    """Do not count address space of ``num_bytes`` that the ``with`` block maps, until its pages are written.
 
     This is for a file that is mapped copy-on-write. Writes are announced by `count_untouched` or detected by `follow`.
     """
@@ -124,9 +124,9 @@ def with_untouched(num_bytes: int) -> Iterator[None]:
 
 
 def count_untouched(num_bytes: int) -> None:
-    """Count ``num_bytes`` that `with_untouched` has exempted against the limit again.
+    """End the exemption of ``num_bytes`` by `with_untouched`, so that they count against the limit.
 
-    Call this before their pages are written.
+    Call this before the pages are written.
 
     Raises:
         MemoryError: if the limit has less free memory. The bytes then stay exempt.
@@ -170,10 +170,10 @@ def set_up_heap(mapped_from_bytes: int | None) -> None:
 
 @contextmanager
 def blocks_apart() -> Iterator[None]:
-    """Map blocks of 128 KiB or more separately in the ``with`` block, in which long-lived blocks are allocated.
+    """Map blocks of 128 KiB or more separately in the ``with`` block, which should allocate long-lived blocks.
 
-    The heap then has no holes after they are freed. An aligned block, as all blocks of torch are, does not fit into a
-    hole of equal size. If neither Plimsoll nor the user has set a limit, do nothing.
+    When these blocks are freed, they leave no holes in the heap. An aligned block does not fit into a hole of
+    equal size, and all blocks of torch are aligned. If neither Plimsoll nor the user has set a limit, do nothing.
     """
     if not _IN_FORCE and soft_limit_of_others_bytes() is None:
         yield  # glibc's dynamic threshold could not be restored

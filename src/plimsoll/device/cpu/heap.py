@@ -29,10 +29,13 @@ FAST_BYTES = 4 << 20
 """The block size from which blocks are mapped separately in a process with a limit. It costs no time."""
 
 TIGHT_BYTES = 128 << 10
-"""This block size as a last resort, if a process has reached its limit. The heap then retains the least memory."""
+"""The block size from which blocks are mapped separately after a process has reached its limit, as a last resort.
+
+The heap then retains the least memory.
+"""
 
 USUAL_BYTES = 32 << 20
-"""This block size without a limit: the value that glibc's dynamic threshold reaches at most."""
+"""The block size from which blocks are mapped separately without a limit: the maximum of glibc's dynamic threshold."""
 
 _C_LIBRARY = ctypes.CDLL(None)
 _MAPPED_FROM: list[int | None] = [USUAL_BYTES]  # the last value set, because the C library cannot report it

@@ -69,7 +69,7 @@ def keep_few_kernels() -> None:
     """Limit the number of kernels that oneDNN caches, unless the user's environment sets a limit.
 
     oneDNN reads the environment once, when it is first used. Later calls only affect processes that this one starts.
-    The variables stay set, because the effect cannot be undone.
+    The environment variables that this function sets stay set, because the effect cannot be undone.
     """
     if _OLD_CAPACITY not in os.environ:
         os.environ.setdefault(_CAPACITY, _KEPT)

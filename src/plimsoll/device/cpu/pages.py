@@ -53,7 +53,7 @@ class Stretch(NamedTuple):
 
 
 def stretches_of(tensors: Iterable[Tensor]) -> tuple[Stretch, ...]:
-    """Return the address ranges of tensors, in order. Ranges that share or touch a page are merged."""
+    """Return the address ranges of tensors, sorted by address. Ranges that share or touch a page are merged."""
     page = mmap.PAGESIZE
     found = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
     merged: list[list[int]] = []
@@ -218,7 +218,7 @@ def _has_address(tensor: Tensor) -> bool:
 def _written_bytes(stretch: Stretch) -> int:
     """Return the bytes of a range in a private mapping that this process has written, in memory or swapped out.
 
-    If the kernel does not show them, all bytes of the range.
+    If the kernel does not report which pages were written, all bytes of the range are returned.
     """
     begin, end = (address // mmap.PAGESIZE for address in _outer(stretch))
     num_pages = 0

@@ -208,7 +208,7 @@ class CudaBackend:
     def _context_bytes(self) -> int:
         """Return the bytes of this process on the device outside the caching allocator.
 
-        0 if the driver does not report them.
+        The result is 0 if the driver does not report them.
         """
         import torch
 

@@ -39,7 +39,8 @@ def find_for(model: nn.Module) -> None:
 def copied_state(index: int) -> Tensor | None:
     """Return a copy of cuDNN's dropout state on device ``index``.
 
-    ``None`` if no model uses such dropout there, or if the next forward pass creates a new state.
+    The result is ``None`` if no model on this device has dropout between recurrent layers. It is also ``None`` if the
+    next forward pass creates a new state.
     """
     if index not in _IN_USE:
         return None

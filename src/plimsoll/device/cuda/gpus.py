@@ -190,7 +190,8 @@ def find_gpu(name: str) -> DeviceSpec:
     """Return the GPU with a name. Case, spaces, dashes and the words NVIDIA, GeForce and Tesla are ignored.
 
     Raises:
-        DeviceError: if no GPU has this name, or several GPUs with different memory have it and none is the usual GPU.
+        DeviceError: if no GPU has this name, or it is the name of several GPUs with different memory and `_USUAL` does
+            not resolve it.
     """
     key = _key(name)
     found = next((found for word in ("", "rtx", "gtx") if (found := _named(word + key))), ())

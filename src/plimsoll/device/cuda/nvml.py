@@ -20,7 +20,7 @@ class DriverView(NamedTuple):
     Attributes:
         own_bytes: bytes of this process.
         others_bytes: bytes of all other processes.
-        note: the reason why a number is ``None``.
+        note: the reason why a number is ``None``; ``None`` if both numbers are known.
     """
 
     own_bytes: int | None = None
@@ -58,9 +58,9 @@ class GpuUse(NamedTuple):
     Attributes:
         number: index of the GPU.
         name: name of the GPU.
-        total_bytes: its memory.
-        used_bytes: its memory in use.
-        bytes_by_process: bytes in use by process id; ``None`` if the driver does not report the size.
+        total_bytes: total memory of the GPU.
+        used_bytes: memory in use on the GPU.
+        bytes_by_process: for each process id, the bytes in use; ``None`` if the driver does not report the size.
     """
 
     number: int

@@ -84,7 +84,7 @@ def _of_text(event: OomText) -> Finding:
 
 
 def _shape(event: OomText) -> Fact | None:
-    """Return a shape with the requested size, as a fact; ``None`` if none is found.
+    """Return a fact that states a shape with the requested size; ``None`` if no such shape is found.
 
     The shape is stated in the error text, or consists of integers in the line that failed.
     """

@@ -40,12 +40,16 @@ def _of_kept(evidence: Evidence, kept: Kept) -> Finding:
 
 
 def _letting_go(name: str) -> tuple[str, str]:
-    """Return the remedy that frees a copy by deleting its variable or clearing its attribute: a phrase, and code."""
+    """Return the remedy that deletes the variable of a copy, or sets its attribute to ``None``.
+
+    Returns:
+        the remedy as a phrase for a sentence, and its line of code.
+    """
     code = f"{name} = None" if "." in name else f"del {name}"
     return f"write `{code}`", code
 
 
 def _elsewhere(evidence: Evidence) -> str:
-    """Return the part of the remedy that names another place for the copy: the CPU, or half precision."""
+    """Return the end of the remedy, for a copy that is still needed: keep it on the CPU, or in half precision."""
     on_host = "keep it in half precision" if evidence.kind == "cpu" else "keep it on the CPU, or in half precision"
     return f"; else {on_host}"

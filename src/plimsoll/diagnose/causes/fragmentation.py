@@ -1,7 +1,7 @@
 """Fragmentation: the allocator has memory that it cannot hand out, because it is not contiguous.
 
-Reported in three cases: an error text states at least as many reserved and unused bytes as were requested; the last
-error of a run does; or memory ran out and at least 15 % of the predicted peak is reserved but not allocated.
+Reported if an error text, or the last error of a run, states at least as many reserved and unused bytes as were
+requested. Also reported if memory ran out and at least 15 % of the predicted peak is reserved but not allocated.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Reported for a run if at least three marked graphs are alive and their number is not bounded. Reported for a live
 process if memory has run out and a variable with graphs holds at least a twentieth of the training's memory. The oldest
-operation of its graphs must be at least two finished steps old, or it must hold at least three graphs.
+operation of its graphs must be at least two finished steps old, or the variable must hold at least three graphs.
 
 Not handled: only the last step's graph is kept, so memory does not grow; and memory that grows for any other reason.
 """
@@ -25,14 +25,19 @@ _LEAST_SHARE = 0.05
 
 
 class _Look(NamedTuple):
-    """The tensors and graphs that one variable or attribute (the holder) still kept alive after one step."""
+    """An observation of one variable or attribute (the holder) that keeps graphs alive.
+
+    Attributes:
+        step: the step after which it was observed.
+        held: the tensors and graphs that it kept alive.
+    """
 
     step: int
     held: RetainedGraph
 
 
 class _Rates(NamedTuple):
-    """Growth per step of the memory that one holder keeps; ``None`` if unknown.
+    """Growth per step of the memory that one holder keeps. An unknown rate is ``None``.
 
     Attributes:
         tensor_bytes: bytes of the holder's tensors.
@@ -133,9 +138,9 @@ def _is_growing(evidence: Evidence, looks: list[_Look]) -> bool:
     """Return whether the number of graphs that one holder keeps grows with the steps.
 
     It does not grow if the holder keeps only the last few graphs, as for a window over a constant number of steps.
-    Graphs are marked to detect when they are freed. The number grows if no marked graph was freed. Otherwise three
-    conditions must hold. No marked graph since the oldest live graph was freed. The live graphs reach back over half of
-    the steps. The number of kept tensors grows.
+    The graphs of some steps are marked to detect when they are freed. The number grows if no marked graph was freed.
+    Otherwise three conditions must hold. All graphs that were marked after the oldest live graph are still alive. The
+    live graphs reach back over half of the steps. The number of kept tensors grows.
     """
     last = looks[-1]
     alive, marked = last.held.alive_steps, last.held.marked_steps
@@ -187,7 +192,7 @@ def _is_state(held: RetainedGraph) -> bool:
 
 
 def _rates_of(looks: list[_Look]) -> _Rates:
-    """Return the growth per step of each size, from the first to the last observation in which it was counted."""
+    """Return the growth per step of a holder's sizes, each from its first to its last count in ``looks``."""
 
     def rate(points: list[tuple[int, int]]) -> float | None:
         if len(points) < 2:

@@ -4,7 +4,7 @@ Reported for a `plimsoll.TrainStep` that has warned of such parameters (`plimsol
 lists their names, and the reason if it is known. It has no saving. The remedy takes memory, because tensors must be
 saved for the backward pass of these parameters.
 
-Not handled: parameters outside the model, gradients that are zero, and records of runs.
+Not handled: parameters outside the model, gradients that are zero, and recorded runs.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def _is_the_same(source: Source, found: Accumulation) -> bool:
 
 
 def _bound_within(source: Source, loop: ast.AST) -> set[str]:
-    """Return the names to which an assignment or an inner loop in the body of a loop binds a value."""
+    """Return the names that assignments and inner loops in the body of a loop bind."""
     found = {name for node in source.own(loop, ast.Assign) for target in node.targets for name in names_bound(target)}
     found |= {name for node in source.own(loop, ast.AugAssign) for name in names_bound(node.target)}
     return found | {name for node in source.own(loop, ast.For) for name in names_bound(node.target)}

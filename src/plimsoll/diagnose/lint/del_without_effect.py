@@ -1,4 +1,4 @@
-"""`del` of a loop variable. It frees no memory, because the list still holds the object."""
+"""`del` of a loop variable. It frees no memory, because the list that is looped over still holds the object."""
 
 from __future__ import annotations
 

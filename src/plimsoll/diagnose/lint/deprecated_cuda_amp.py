@@ -38,7 +38,7 @@ def _is_old(node: ast.Import | ast.ImportFrom) -> bool:
 def _is_fallback(source: Source, node: ast.AST) -> bool:
     """Return whether a node is code for an older torch.
 
-    Such code is in an exception handler, or under a test of a version or with ``hasattr``.
+    Such code is in an exception handler, or under a condition that tests a version or calls ``hasattr``.
     """
     for above in source.ancestors(node):
         if isinstance(above, ast.ExceptHandler):
@@ -60,7 +60,7 @@ def _import_edits(source: Source, node: ast.Import | ast.ImportFrom) -> tuple[Ed
 
 
 def _imports_can_change(source: Source) -> bool:
-    """Return whether the file imports only autocast and GradScaler, and uses them only in calls."""
+    """Return whether the file imports only autocast and GradScaler from torch.cuda.amp, and only calls them."""
     imports = [node for node in source.every(ast.ImportFrom) if node.module == "torch.cuda.amp"]
     if any(alias.name not in _CALLED for node in imports for alias in node.names):
         return False
@@ -78,7 +78,7 @@ def _imports_can_change(source: Source) -> bool:
 def _call_edits(source: Source, call: ast.Call) -> tuple[Edit, ...]:
     """Return edits that add the device to a call and change the module to torch.amp.
 
-    If the call uses a bare name, it is changed only if the import of that name is.
+    A call by a bare name, such as ``autocast()``, is edited only if the import of that name is edited too.
     """
     if isinstance(call.func, ast.Name) and not _imports_can_change(source):
         return ()

@@ -30,7 +30,7 @@ def hits(source: Source) -> Iterator[Hit]:
 def _computing_loop(source: Source, call: ast.Call) -> Loop | None:
     """Return the innermost loop around a call, if the loop also calls a model.
 
-    ``None`` if it does not, or if a loop over batches is inside it.
+    ``None`` if the call is in no loop, or that loop calls no model or contains a loop over batches.
     """
     loop = next(iter(source.loops(call)), None)
     if loop is None or any(is_batch_loop(source, inner) for inner in source.own(loop, ast.For, ast.While)):

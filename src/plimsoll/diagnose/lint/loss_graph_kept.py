@@ -142,7 +142,10 @@ def _is_a_sum_to_go_back_from(source: Source, node: ast.AST, name: str) -> bool:
 
 
 def _class_goes_back(source: Source, node: ast.AST, name: str) -> bool:
-    """Return whether a backward pass in the same class uses an attribute."""
+    """Return whether an attribute is used in the loss of a backward pass, or in another method that runs one.
+
+    Only the class that contains ``node`` is searched. ``name`` is the attribute as a path, such as ``self.total``.
+    """
     owner, scope = source.class_of(node), source.scope(node)
     if owner is None:
         return False

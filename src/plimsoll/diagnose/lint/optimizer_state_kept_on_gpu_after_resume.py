@@ -10,7 +10,7 @@ from plimsoll.diagnose.lint.helpers.training import backwards, is_optimizer
 
 
 def hits(source: Source) -> Iterator[Hit]:
-    """Find optimizers loaded from a checkpoint on the device that a variable of the training function keeps alive."""
+    """Find optimizers loaded from a checkpoint on the device, if a variable keeps the checkpoint during training."""
     for call in source.calls:
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "load_state_dict" or not call.args:
             continue

@@ -60,7 +60,11 @@ def hits(source: Source) -> Iterator[Hit]:
 
 
 def _reads_whole(source: Source, call: ast.Call, in_dataset: bool) -> bool:
-    """Return whether a call reads all lines of a file or, in a data set or for a text file, the file as one text."""
+    """Return whether a call reads a whole file.
+
+    Every call that reads all lines of a file counts. A call that reads a file as one text counts in two cases: in a
+    data set, or if a name or path near the call hints at a text file.
+    """
     if isinstance(call.func, ast.Name):
         return call.func.id == "list" and len(call.args) == 1 and _is_file(source, call.args[0])
     if not isinstance(call.func, ast.Attribute) or last_name(call.func) not in (
@@ -80,7 +84,7 @@ def _reads_whole(source: Source, call: ast.Call, in_dataset: bool) -> bool:
 
 
 def _read_of(call: ast.Call) -> ast.Call | None:
-    """Return ``f.read()`` for ``f.read().strip().split("\\n")``."""
+    """Return the call ``f.read()`` from a chain of calls such as ``f.read().strip().split("\\n")``."""
     inner = call.func.value if isinstance(call.func, ast.Attribute) else None
     while isinstance(inner, ast.Call) and last_name(inner.func) in ("strip", "rstrip", "lower", "decode"):
         inner = inner.func.value if isinstance(inner.func, ast.Attribute) else None
@@ -94,7 +98,7 @@ def _read_of(call: ast.Call) -> ast.Call | None:
 def _is_kept_by_line(source: Source, call: ast.Call) -> bool:
     """Return whether a call opens a file whose lines are all stored in a list.
 
-    For example, the `open(...)` of ``self.rows = [json.loads(line) for line in open(path)]``.
+    An example is the `open(...)` in ``self.rows = [json.loads(line) for line in open(path)]``.
     """
     part = source.parent(call)
     is_gone_over = isinstance(part, ast.comprehension) and part.iter is call and not part.ifs
@@ -142,7 +146,7 @@ def _opened(source: Source, node: ast.AST, name: str) -> ast.Call | None:
 def _about(source: Source, call: ast.Call) -> str:
     """Return names and paths that hint at the content of a file.
 
-    They are its `open` call, the name of the function, and the names to which the content is assigned.
+    These are the `open` call, the name of the function around it, and the names to which the content is assigned.
     """
     reader = call.args[0] if isinstance(call.func, ast.Name) else call.func.value  # type: ignore[attr-defined]
     if (read := _read_of(call)) is not None:

@@ -8,7 +8,7 @@ these units as "GB".
 
 Before torch 1.4, "cached" was the reserved memory that was not allocated. Since then it is all reserved memory. A size
 of 2^63 bytes or more is an underflow (WSL, an unset limit) and is ignored. If the text mentions only one "Process N has
-...", this is usually the failed process itself, in a container that hides its number. It is another process only if the
+...", this is usually the failed process itself, in a container that hides its id. It is another process only if the
 text also has "this process has ...". Not handled: texts in languages other than English.
 """
 
@@ -93,7 +93,7 @@ def event_of(text: str, family: str | None = None) -> OomText:
 
     Args:
         text: the message and the text around it, of any number of lines.
-        family: the family from `plimsoll.device.oom_errors`, if the caller knows it.
+        family: the family from `plimsoll.device.oom_errors`; ``None`` if it must be determined from the text.
 
     Returns:
         the event; its kind is `NOT_OOM` if memory did not run out.
@@ -122,7 +122,7 @@ def event_of(text: str, family: str | None = None) -> OomText:
 
 
 def nothing_in(text: str) -> OomText:
-    """Return the event for a text that does not show that memory ran out, with the kind `NOT_OOM`."""
+    """Return an event of kind `NOT_OOM`, for a text that does not show that memory ran out."""
     return OomText(kind=NOT_OOM, is_oom=False, text=text[:_MOST_CHARACTERS])
 
 

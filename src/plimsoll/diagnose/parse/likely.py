@@ -71,7 +71,7 @@ def _on_device(event: OomText, tried: Bytes, num_processes: int) -> Causes:
 def _elsewhere(event: OomText, num_processes: int) -> Bytes:
     """Return the bytes that other processes use on the device, as stated in the text or derived from its numbers.
 
-    If they cannot be derived, 0.
+    The result is 0 if they cannot be derived.
     """
     if event.other_process is not None:
         return event.other_process

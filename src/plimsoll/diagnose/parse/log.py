@@ -2,7 +2,7 @@
 
 If several ranks print the same message at the same place, it counts as one event that happened several times. These
 inputs are handled: terminal escape sequences, carriage returns of progress bars, Windows line ends, UTF-16, gzip (also
-truncated), and JSON lines whose message is text.
+truncated), and JSON lines that contain the message as text.
 
 The place of an error is the last line of user code in the Python traceback above the message. User code is outside
 installed packages and the standard library. If the process aborts, the place is the first line of user code that

@@ -33,7 +33,7 @@ class _Kept:
 
     Attributes:
         steps: the steps in which they were made.
-        num_pieces: their number.
+        num_pieces: the number of these allocations.
         num_bytes: their total size.
     """
 
@@ -43,9 +43,9 @@ class _Kept:
 
 
 def step_ends(replay: Replay) -> list[int]:
-    """Return the events at which training steps end.
+    """Return the numbers of the events at which training steps end.
 
-    This is the first event of an optimizer after a forward or a backward pass.
+    Each is the first event of an optimizer after a forward or a backward pass.
     """
     ends: list[int] = []
     is_training = False

@@ -47,7 +47,14 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """Memory that the allocator has reserved on the device; private pools belong to CUDA graphs or a ``MemPool``."""
+    """Contiguous memory that the allocator has reserved on a device.
+
+    Attributes:
+        device: index of the device.
+        size_bytes: size of the segment.
+        stream: the CUDA stream that may use the segment.
+        is_private: whether the segment is in a private pool, which belongs to CUDA graphs or a ``MemPool``.
+        blocks: the blocks into which the segment is divided."""
 
     device: int
     size_bytes: int

@@ -40,7 +40,10 @@ class Part:
 
 
 def part_of_category(evidence: Evidence, category: str) -> Part | None:
-    """Return the part of the peak in one category, including the failed allocation; ``None`` if it is unknown."""
+    """Return the part of the peak that is in one category; ``None`` if the category has no known share.
+
+    If the failed allocation belongs to this category, it is included.
+    """
     own = [share for share in evidence.shares if share.category == category]
     if category == evidence.asked_category:
         own += [share for share in evidence.shares if share.category == ASKED]
@@ -88,12 +91,15 @@ def findings_of_part(
     instead: str = "",
     facts: Sequence[Fact] = (),
 ) -> tuple[Finding, ...]:
-    """Return the finding for a part of the peak if it is large. Its effect is the remedy's saving, at most the part.
+    """Return the finding for a part of the peak if the part is large, otherwise no findings.
+
+    The effect of the finding is the saving of the remedy that was tried, but at most the size of the part. If no remedy
+    was tried, the effect is the size of the part.
 
     Args:
         evidence: the evidence.
         cause: name of the cause.
-        part: the part; ``None`` if it does not exist, which gives no finding.
+        part: the part; ``None`` if it does not exist, so that there is no finding.
         least_share: see `is_large`.
         what: the name of the part, with which the title begins, such as ``the logits``.
         instead: the remedy if no technique was tried; by default the result of `techniques_for`.
@@ -121,7 +127,7 @@ def findings_of_part(
 
 
 def techniques_for(cause: str) -> str:
-    """Return a sentence of the techniques that are remedies for a cause, best first, each with its page."""
+    """Return a sentence that lists the techniques that are remedies for a cause, best first, each with its page."""
     said = remedies_for(cause).items()
     return "; or ".join(f"{summary} (docs/techniques/{name}.md)" for name, summary in said)
 

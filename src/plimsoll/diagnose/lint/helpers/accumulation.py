@@ -107,7 +107,7 @@ def _nested(source: Source, backward: Backward) -> Accumulation | None:
 
 
 def is_named_so(source: Source, found: Accumulation) -> bool:
-    """Return whether a ``for`` loop's range, iterable or variable is named like micro-batches."""
+    """Return whether a name in the header of the accumulation's ``for`` loop suggests that it counts micro-batches."""
     if isinstance(found.loop, ast.While):
         return False
     names = {last_name(node) for node in ast.walk(found.loop.iter)} | {last_name(found.loop.target)}
@@ -115,7 +115,7 @@ def is_named_so(source: Source, found: Accumulation) -> bool:
 
 
 def is_normalised(source: Source, found: Accumulation) -> bool:
-    """Return whether the loss, or a value from which it is computed, is divided, or whether it needs no division."""
+    """Return whether the loss needs no division, or is divided itself or through a value from which it is computed."""
     scope = source.scope(found.backward.call)
     if _divides(found.backward.loss):
         return True

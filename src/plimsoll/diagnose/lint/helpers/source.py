@@ -217,7 +217,7 @@ class Source:
         return found
 
     def callers(self, scope: Scope) -> list[ast.Call]:
-        """Return the calls in this file of a function of this file."""
+        """Return the calls in this file of the function ``scope``; empty if ``scope`` is the module."""
         return [] if isinstance(scope, ast.Module) else self._callers.get(scope, [])
 
     def assignments(self, scope: ast.AST, name: str) -> list[Given]:

@@ -96,7 +96,7 @@ def _backward(source: Source, call: ast.Call) -> Backward | None:
 def _scaled(source: Source, call: ast.Call, owner: ast.expr) -> ast.expr:
     """Return the loss of a backward call.
 
-    Inside apex's ``with amp.scale_loss(loss, optimizer) as scaled:``, it is ``loss`` for a call on ``scaled``.
+    For ``scaled.backward()`` inside apex's ``with amp.scale_loss(loss, optimizer) as scaled:``, this is ``loss``.
     """
     for above in source.ancestors(call):
         if isinstance(above, ast.With):

@@ -80,9 +80,10 @@ class Value:
 
 
 def value_of(source: Source, node: ast.expr, depth: int = _DEEPEST) -> Value | None:
-    """Return the kind of forward result that an expression holds, as the file shows it.
+    """Return whether an expression is a loss or a model output, with or without its graph, on or off the device.
 
-    ``None`` if the expression is not known to be a loss or an output. ``depth`` limits how far names are followed.
+    The result is ``None`` if the file does not show that it is one of them. ``depth`` limits how far names are
+    followed.
     """
     if depth <= 0:
         return None
@@ -132,7 +133,7 @@ def _of_name(source: Source, node: ast.Name, depth: int) -> Value | None:
 
 
 def _is_a_number_beside(source: Source, given: Given, name: str) -> bool:
-    """Return whether a name is one of several results of a call, and backward uses another of them.
+    """Return whether a name is bound to one of several results of a call, while ``backward`` runs from another.
 
     Such a name is probably a number for a log, not a tensor with a graph.
     """
