@@ -122,7 +122,8 @@ def test_an_interrupt_leaves_the_fallbacks_of_the_plan_in_force():
 def test_a_step_of_another_training_is_refused():
     in_bf16 = Choice(technique="autocast", options={"dtype": "bf16"})
     with pytest.raises(
-        InputError, match=r"autocast=bf16 for the whole run, but .* nothing: create the step with fallbacks=plan\.fallbacks"
+        InputError,
+        match=r"autocast=bf16 for the whole run, but .* nothing: create the step with fallbacks=plan\.fallbacks",
     ):
         try_plan(
             paced(fallbacks=(configuration(8),)), plan_of(configuration(8, in_bf16), configuration(4, in_bf16)), BATCH
