@@ -43,7 +43,10 @@ def _set_up_heap(rules: HeapRules) -> None:
 
 @contextmanager
 def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
-    """Set the mmap threshold (``None``: no mappings) of this process; the exit sets the threshold without a plan."""
+    """Set the mmap threshold of this process; ``None``: no mappings.
+
+    The exit sets the threshold that applies without a plan.
+    """
     data_limit.set_up_heap(num_bytes)
     try:
         yield

@@ -135,7 +135,7 @@ class _Places:
 
 
 class _Recomputed(torch.autograd.Function):
-    """The autograd node of the exact gradient: backward recomputes the segments, last segment first."""
+    """Autograd function for exact backpropagation through time. Backward recomputes the segments, last one first."""
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -180,7 +180,10 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Truncated(torch.autograd.Function):
-    """The autograd node of truncated gradients, for a loss that is a single sum. Its forward computes the gradients."""
+    """Autograd function for truncated backpropagation through time, for a loss that is a single sum.
+
+    Its forward already computes the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -216,7 +219,10 @@ class _Truncated(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Arriving:
-    """The incoming gradients of a node. In ``sums``, ``None`` stands for 1 if gradients are truncated."""
+    """The incoming gradients of the outputs, the sums and the last state.
+
+    ``None``: no gradient arrives. With truncated backpropagation, ``None`` in ``sums`` stands for a gradient of 1.
+    """
 
     outputs: tuple[Tensor | None, ...]
     sums: tuple[Tensor | None, ...]
