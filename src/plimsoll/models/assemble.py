@@ -83,7 +83,7 @@ class Vectors(NamedTuple):
 
 
 def prepare_vectors(job: Job, prepared: Prepared, cache: Path, progress: Progress = silent) -> Vectors | None:
-    """Extract the vectors of a job's tokens from their file. Return ``None`` if the job has no vectors.
+    """Extract the vectors of a job's tokens from its file of word vectors. Return ``None`` if the job has no vectors.
 
     Raises:
         EmbeddingError: if the file cannot be used, or has no vector for any token.

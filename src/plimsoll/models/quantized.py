@@ -155,7 +155,10 @@ def coded_value(coded: Coded, device: torch.device, part_of: Callable[[Entry], T
 
 
 def make_coded(model: PreTrainedModel, said: dict[str, Any] | None) -> None:
-    """Mark a model with torchao weights as quantized, and install layers that compute with little memory."""
+    """Mark a model with torchao weights as quantized, and install layers that compute with little memory.
+
+    ``said``: the quantization settings of the checkpoint; ``None``: it is not quantized, and nothing is done.
+    """
     if said is None:
         return
     from transformers import TorchAoConfig

@@ -85,7 +85,7 @@ class Skeleton:
 
 
 class _StandIn:
-    """The stand-in for a checkpoint tensor in ``from_pretrained``, which uses only its ``[...]`` and ``.to``."""
+    """The stand-in for a checkpoint tensor. ``from_pretrained`` uses only ``[...]`` and ``.to`` of such a tensor."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -285,9 +285,10 @@ def _are_equal(one: Entry, other: Entry) -> bool:
 
 
 def _renamed(model: Any, stand_ins: list[_StandIn]) -> Iterator[tuple[_StandIn, str, str, Any]]:
-    """Yield each stand-in with its name in the model, its pattern, and its converter, if any.
+    """Yield each stand-in with the name of its weight in the model, its pattern, and its converter.
 
-    The pattern is the key of the converter that matched the name in the checkpoint; "" if there is no converter.
+    The pattern is the key of the converter that matched the name in the checkpoint. Without a converter, the pattern is
+    "" and the converter ``None``.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
