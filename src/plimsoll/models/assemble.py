@@ -60,7 +60,11 @@ _LONGEST_ENTRY = 100  # characters of a value in a fingerprint; longer ones are 
 
 @dataclass(slots=True)
 class Assembled:
-    """The model, optimizer, loss and data of a training run, ready to start."""
+    """The model, optimizer, loss and data of a training run, ready to start.
+
+    ``units``: the units over which ``loss`` is a mean. ``files``: the pool of mapped files with the weights; ``None``:
+    they are in memory.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

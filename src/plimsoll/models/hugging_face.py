@@ -342,7 +342,7 @@ def _skeleton(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
 
 
 def _built(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
-    """Build a model with new weights. If the configuration has a compressed structure, build that structure."""
+    """Build a model with new weights. If the configuration describes a compressed model, build its structure."""
     auto: Any = _auto_class(shape)
     if not getattr(config, FIELD, None):
         return cast("PreTrainedModel", auto.from_config(config, dtype=torch.float32))

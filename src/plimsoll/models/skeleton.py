@@ -75,7 +75,11 @@ class Derived:
 
 @dataclass
 class Skeleton:
-    """A model with weights on the meta device, and the checkpoint entries with the values of these weights."""
+    """A model with weights on the meta device, and the checkpoint entries with the values of these weights.
+
+    ``derived``: the conversions that make weights from entries. ``missing``: the names of weights that the checkpoint
+    does not have. ``unexpected``: the names of tensors in the checkpoint that the model does not use.
+    """
 
     model: PreTrainedModel
     weights: dict[str, Weight] = field(default_factory=dict)
@@ -209,7 +213,10 @@ def slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, Tensor]]:
 
 
 def _weights(model: nn.Module, asked: list[_StandIn]) -> dict[str, Weight]:
-    """Return the weights that are on the meta device, each by the first of its names in the model."""
+    """Return the weights that are on the meta device, each by the first of its names in the model.
+
+    ``asked``: the stand-ins that ``from_pretrained`` has turned into tensors.
+    """
     by_storage = {stand_in.meta.untyped_storage()._cdata: stand_in for stand_in in asked if stand_in.meta is not None}
     places: dict[int, list[tuple[str, Slot, Tensor]]] = {}
     for name, slot, value in slots_of(model):

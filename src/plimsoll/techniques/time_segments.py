@@ -60,7 +60,7 @@ class TimeSegments(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return a choice for each of the `segment_lengths`; the default length if the data's length is unknown.
+        """Return a choice for each of the `segment_lengths`; the default if the sequence length is unknown.
 
         If there are many segments of the shortest length, a further choice keeps only some of the states between them.
         """

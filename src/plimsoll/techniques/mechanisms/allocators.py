@@ -56,7 +56,7 @@ def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
 
 
 def is_built_apart(choices: Choices) -> bool:
-    """Return whether a choice replaces the parameters of the new model by smaller ones before the first step."""
+    """Return whether a choice replaces the parameters of the new model by smaller shards before the first step."""
     techniques = [technique_of(choice.technique) for choice in choices]
     return any(one.is_for_the_run and "parameters" in one.moves for one in techniques)
 

@@ -280,7 +280,7 @@ class _Gradients:
         return passed
 
     def result(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all inputs."""
+        """Return the gradients of all inputs; ``None`` for an input without a gradient."""
         of_state = self._of_state if not self._walk.truncates else (None,) * len(self._first_state)
         if len(of_state) != len(self._first_state):  # there was no state before the first segment
             of_state = ()
@@ -338,7 +338,7 @@ def _put(place: Tensor, gradient: Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class _Before:
-    """The state and the random number generators at the start of a segment."""
+    """The recurrent state, and the states of random number generators, at the start of a segment."""
 
     state: State
     random: RandomNumbers
