@@ -44,7 +44,7 @@ def default_cutoffs(vocab_size: int) -> tuple[int, ...]:
 
 
 def cutoffs_fault(cutoffs: Sequence[int], vocab_size: int, hidden_size: int, div_value: float) -> str | None:
-    """Return an error message if the cutoffs are invalid, or ``None``.
+    """Return an error message if the cutoffs are invalid; ``None`` if they are valid.
 
     Args:
         cutoffs: the id of the first word of each cluster; more frequent words belong to no cluster.

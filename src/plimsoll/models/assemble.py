@@ -60,7 +60,11 @@ _LONGEST_ENTRY = 100  # characters of a value in a fingerprint; longer ones are 
 
 @dataclass(slots=True)
 class Assembled:
-    """The model, optimizer, loss and data of a training run, ready to start."""
+    """The model, optimizer, loss and data of a training run, ready to start.
+
+    ``units``: the units over which ``loss`` is a mean. ``files``: the pool of mapped files with the weights; ``None``:
+    they are in memory.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -83,7 +87,7 @@ class Vectors(NamedTuple):
 
 
 def prepare_vectors(job: Job, prepared: Prepared, cache: Path, progress: Progress = silent) -> Vectors | None:
-    """Extract the vectors of a job's tokens from their file. Return ``None`` if the job has no vectors.
+    """Extract the vectors of a job's tokens from its file of word vectors. Return ``None`` if the job has no vectors.
 
     Raises:
         EmbeddingError: if the file cannot be used, or has no vector for any token.

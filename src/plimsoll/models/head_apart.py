@@ -36,8 +36,8 @@ class HeadApart:
             words with 512 features in bfloat16).
         num_outputs: V, the number of logits per position.
         parameters: the parameters of the head, including those shared with the body.
-        matrix: the output layer, if it is a plain linear layer.
-        states: the embeddings and the output of each layer, each (B, T, H), if requested.
+        matrix: the output layer, if it is a plain linear layer; ``None`` otherwise.
+        states: the embeddings and the output of each layer, each (B, T, H); empty if not requested.
     """
 
     hidden_BTH: Tensor

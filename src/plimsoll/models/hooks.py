@@ -49,13 +49,13 @@ class BySamples:
     depends_on_values = False
 
     def elements_per_sample(self, batch: Any, batch_size: int) -> float:
-        """Return the mean number of elements per sample."""
+        """Return the mean number of tensor elements per sample."""
         return count_elements(batch) / batch_size
 
     def micro_batches(
         self, batch: Any, batch_size: int, micro_batch: int, count: Callable[[Any], float]
     ) -> Iterator[tuple[Any, float, Sequence[int]]]:
-        """Yield views of the batch, each with its units of the loss and the indices of its samples.
+        """Yield views of the batch, each with its number of units of the loss and the indices of its samples.
 
         Views without units of the loss are skipped.
         """

@@ -62,8 +62,9 @@ _COUNTED_FROM_PADDING = {
 """Architectures that number positions from padding id + 1 (as of transformers 5.23)."""
 
 _MAX_UNUSED_ROWS = 1024
-"""The most rows beyond the tokenizer's tokens that count as rounding up (phi-2: 51200 rows, 50295 tokens). With more,
-the checkpoint has another vocabulary."""
+"""The largest excess of embedding rows over tokens that counts as rounding up (phi-2: 51200 rows, 50295 tokens).
+
+With more rows, the checkpoint has another vocabulary."""
 
 MODEL_FAULTS = (
     ArithmeticError,
@@ -79,7 +80,7 @@ class."""
 
 
 class TextShape(NamedTuple):
-    """The requirements of the text on a model.
+    """The properties of a job's texts and labels that a model must fit.
 
     Attributes:
         vocab_size: number of tokens of the tokenizer.
@@ -341,7 +342,7 @@ def _skeleton(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
 
 
 def _built(config: PreTrainedConfig, shape: TextShape) -> PreTrainedModel:
-    """Build a model with new weights. If the configuration has a compressed structure, build that structure."""
+    """Build a model with new weights. If the configuration describes a compressed model, build its structure."""
     auto: Any = _auto_class(shape)
     if not getattr(config, FIELD, None):
         return cast("PreTrainedModel", auto.from_config(config, dtype=torch.float32))

@@ -53,7 +53,10 @@ def _as_it_is(made: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def _filled(number: int) -> Fill:
-    """Return a function that fills a tensor with the positional argument ``number``, or else with ``fill_value``."""
+    """Return a function that fills a new tensor with an argument of the op that created it.
+
+    It is positional argument ``number`` or, if that is absent, ``fill_value``.
+    """
 
     def fill(made: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return made.fill_(args[number] if len(args) > number else kwargs["fill_value"])

@@ -95,7 +95,7 @@ class Classify:
     problem: Problem = "single_label_classification"
 
     def compute(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return (B, L): probabilities that sum to 1, multi-label probabilities, or values of a regression."""
+        """Return a tensor (B, L): probabilities that sum to 1, multi-label probabilities, or regression values."""
         logits_BL = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
         if self.problem == "regression":
             return (logits_BL,)
@@ -274,7 +274,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def kind_of(config: dict[str, Any], folder: Path) -> Kind:
-    """Return the kind of a model, mainly from the class name in its configuration."""
+    """Return the kind of a model (see `Kind`), mainly from the class name in its configuration."""
     if config.get("architecture") in RECURRENT:
         is_tagger, is_causal = config.get("is_tagger"), config.get("num_labels") is None
         return "tagger" if is_tagger else "causal" if is_causal else "classifier"

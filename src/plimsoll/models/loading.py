@@ -358,7 +358,10 @@ def _check_combination(quantize: Quantize | None, adapters: Sequence[Path]) -> N
 
 
 def _kept_dense(model: Any) -> set[int]:
-    """Return the ``id`` of each module of the output layer, which stays dense, as in transformers."""
+    """Return the ``id`` of each module of the output layer, which stays dense, as in transformers.
+
+    The set is empty if the model has no output layer.
+    """
     output = model.get_output_embeddings()
     return set() if output is None else {id(one) for one in output.modules()}  # two modules if it is factorized
 
@@ -393,7 +396,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def config_of(folder: Path) -> PreTrainedConfig:
-    """Return the result of `read_config`, but raise `WeightsError`.
+    """Read the configuration of a model folder with `read_config`, and raise its errors as `WeightsError`.
 
     Raises:
         WeightsError: if the configuration cannot be read.

@@ -180,7 +180,7 @@ _ADVICE = {"numerics", "summary", "by_hand", "remedies"}  # each is a literal in
 
 
 def _said_by(technique: str) -> dict[str, Any]:
-    """Return the fields of a technique's class that `remedies_for` needs."""
+    """Return the fields of a technique's class that `remedies_for` needs, by name, read from its source file."""
     found: dict[str, Any] = {}
     for statement in _statements("plimsoll", f"techniques/{technique}.py"):
         for inner in statement.body if isinstance(statement, ast.ClassDef) else ():

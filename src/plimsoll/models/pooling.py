@@ -1,8 +1,8 @@
 """Pooling of token vectors to one vector for each text, as in sentence-transformers.
 
-The modes have the names and arithmetic of the ``Pooling`` module there (sums of half-precision vectors are float32).
-The vectors of several modes are concatenated in the same order. The modes are read from the ``config.json`` of the
-pooling module, which ``modules.json`` names.
+The modes have the names and arithmetic of the ``Pooling`` module of that library. Sums of half-precision vectors are
+float32. The vectors of several modes are concatenated in the same order. The modes are read from the ``config.json`` of
+the pooling module, which ``modules.json`` names.
 
 Not handled, each with an error: modules after pooling other than ``Normalize`` (``Dense``), prompts that are excluded
 from pooling, and sparse or multi-vector models.

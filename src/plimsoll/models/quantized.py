@@ -149,13 +149,19 @@ def refuse_changes(checkpoint: Checkpoint, config: PreTrainedConfig, **asked: An
 
 
 def coded_value(coded: Coded, device: torch.device, part_of: Callable[[Entry], Tensor]) -> Tensor:
-    """Build a quantized weight from its components. The device decides its layout; ``meta`` counts as the CPU."""
+    """Build a quantized weight from its components, which ``part_of`` loads.
+
+    The device decides the layout of the weight; ``meta`` counts as the CPU.
+    """
     made = coded.make(part_of)
     return packed_of(made) if type(made).__name__ == PLAIN and device.type in ("cpu", "meta") else made
 
 
 def make_coded(model: PreTrainedModel, said: dict[str, Any] | None) -> None:
-    """Mark a model with torchao weights as quantized, and install layers that compute with little memory."""
+    """Mark a model with torchao weights as quantized, and install layers that compute with little memory.
+
+    ``said``: the quantization settings of the checkpoint; ``None``: it is not quantized, and nothing is done.
+    """
     if said is None:
         return
     from transformers import TorchAoConfig

@@ -75,7 +75,11 @@ class Derived:
 
 @dataclass
 class Skeleton:
-    """A model with weights on the meta device, and the checkpoint entries with the values of these weights."""
+    """A model with weights on the meta device, and the checkpoint entries with the values of these weights.
+
+    ``derived``: the conversions that make weights from entries. ``missing``: the names of weights that the checkpoint
+    does not have. ``unexpected``: the names of tensors in the checkpoint that the model does not use.
+    """
 
     model: PreTrainedModel
     weights: dict[str, Weight] = field(default_factory=dict)
@@ -85,7 +89,7 @@ class Skeleton:
 
 
 class _StandIn:
-    """The stand-in for a checkpoint tensor in ``from_pretrained``, which uses only its ``[...]`` and ``.to``."""
+    """The stand-in for a checkpoint tensor. ``from_pretrained`` uses only ``[...]`` and ``.to`` of such a tensor."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -209,7 +213,10 @@ def slots_of(model: nn.Module) -> Iterator[tuple[str, Slot, Tensor]]:
 
 
 def _weights(model: nn.Module, asked: list[_StandIn]) -> dict[str, Weight]:
-    """Return the weights that are on the meta device, each by the first of its names in the model."""
+    """Return the weights that are on the meta device, each by the first of its names in the model.
+
+    ``asked``: the stand-ins that ``from_pretrained`` has turned into tensors.
+    """
     by_storage = {stand_in.meta.untyped_storage()._cdata: stand_in for stand_in in asked if stand_in.meta is not None}
     places: dict[int, list[tuple[str, Slot, Tensor]]] = {}
     for name, slot, value in slots_of(model):
@@ -285,9 +292,10 @@ def _are_equal(one: Entry, other: Entry) -> bool:
 
 
 def _renamed(model: Any, stand_ins: list[_StandIn]) -> Iterator[tuple[_StandIn, str, str, Any]]:
-    """Yield each stand-in with its name in the model, its pattern, and its converter, if any.
+    """Yield each stand-in with the name of its weight in the model, its pattern, and its converter.
 
-    The pattern is the key of the converter that matched the name in the checkpoint; "" if there is no converter.
+    The pattern is the key of the converter that matched the name in the checkpoint. Without a converter, the pattern is
+    "" and the converter ``None``.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 

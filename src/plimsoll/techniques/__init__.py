@@ -31,7 +31,10 @@ __all__ = [
 
 
 class _Registry(UserDict[str, Technique]):
-    """Techniques by name, loaded at the first access, because other packages with techniques import this module."""
+    """The mapping from names to techniques. It is filled at the first access.
+
+    Earlier it cannot be filled, because the packages that register techniques import this module.
+    """
 
     def __init__(self) -> None:
         pass  # `data` is computed at the first access
@@ -52,7 +55,7 @@ def _technique_in(module: ModuleType) -> Technique:
 
 
 def _others() -> Iterator[Technique]:
-    """Create the techniques of other packages.
+    """Create the techniques that other packages register as entry points.
 
     Raises:
         InputError: if an entry point cannot be loaded, is not a technique, or has a name that is taken.
@@ -90,7 +93,7 @@ _FAULTS = (  # errors that loading a third-party module may raise
 
 
 def _fault_of(found: Any, name: str, taken: Collection[str]) -> str | None:
-    """Return the reason why a loaded entry point is not a technique with this name, or ``None``."""
+    """Return the reason why ``found``, a loaded entry point, is not the technique ``name``; ``None`` if it is."""
     if not (isinstance(found, type) and issubclass(found, Technique)) or name in taken or found.name != name:
         return f"it must be a `Technique` whose name is `{name}`, and the only one of that name"
     if missing := sorted(found.__abstractmethods__):
@@ -127,7 +130,7 @@ def in_order(choices: Iterable[Choice]) -> Choices:
 
 
 def conflict_among(choices: Choices, workload: Workload, setting: Setting) -> str | None:
-    """Return the first reason why choices cannot be installed together, or ``None``."""
+    """Return the first reason why choices cannot be installed together; ``None`` if they can."""
     for number, choice in enumerate(choices):
         others = choices[:number] + choices[number + 1 :]
         reason = technique_of(choice.technique).conflicts(choice, others, workload, setting)

@@ -59,7 +59,7 @@ class ActivationOffload(Technique):
         return (Choice(technique=self.name, options={"to": _PLACES[setting.device]}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the target is wrong for the device, or ``pool_bytes`` is not positive."""
+        """Return a reason if the device cannot offload to the chosen target, or ``pool_bytes`` is not positive."""
         place = _PLACES[setting.device]
         if choice.options.get("to") != place:
             return f"on {setting.device} activations go to `{place}`, not `{choice.options.get('to')}`: give to={place}"
@@ -112,7 +112,7 @@ class _Away:
         return self._side[device]
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether a further storage of `num_bytes` stays within the bound."""
+        """Return whether a further storage of `num_bytes` keeps the total of offloaded bytes within its bound."""
         return self._most_bytes is None or sum(kept.num_bytes for kept in self._kept) + num_bytes <= self._most_bytes
 
     def keep(self, whole: Tensor, previous: _Kept | None) -> _Kept:
@@ -202,7 +202,7 @@ class _Pass:
 class _Kept:
     """One offloaded storage, as a 1-D tensor, and its copy on the device while backward needs it.
 
-    It lives as long as the graph, so an abandoned step leaves no offloaded storage behind.
+    The object lives as long as the autograd graph, so an abandoned step leaves no offloaded storage behind.
     """
 
     def __init__(self, whole: Tensor, away: _Away, previous: _Kept | None) -> None:
@@ -250,7 +250,7 @@ class _Kept:
 
 
 def _counts_alone(tensor: Tensor) -> bool:
-    """Return whether other parts of a tensor's storage may have changed without changing the tensor's version.
+    """Return whether other parts of a tensor's storage may have changed without changing the tensor's version counter.
 
     Usually all views of a storage share one version counter. The chunks from ``unsafe_chunk`` do not: each has its own
     counter. Torch's LSTM and GRU cells on the CPU change such chunks, the gates of a step, in place.

@@ -1,12 +1,12 @@
 """Adafactor in place of Adam or AdamW: no momentum, and second moments as a row and a column instead of a matrix.
 
-``torch.optim.Adafactor`` (Shazeer and Stern 2018, arXiv:1804.04235). The states of an n x m matrix are n + m
-numbers, and 2 n m with Adam, so optimizer states almost vanish.
+``torch.optim.Adafactor`` (Shazeer and Stern 2018, arXiv:1804.04235). For an n x m matrix
+it stores n + m numbers, where Adam stores 2 n m, so optimizer states almost vanish.
 
 The learning rate means the same as for Adam: a step changes each weight by about ``lr``. By default, Adafactor's step
-is relative to the size of the parameter (at most ``lr * max(eps2, RMS(parameter))``). For the weights of a GPT-2, that
-would be fifty times shorter. Here the lower bound ``eps2`` is 1, so the step is ``lr`` itself for each parameter whose
-RMS is at most 1.
+is relative to the size of the parameter (at most ``lr * max(eps2, RMS(parameter))``). For the weights of a GPT-2, such
+a step would be fifty times shorter. Here the lower bound ``eps2`` is 1, so the step is ``lr`` itself for each parameter
+whose RMS is at most 1.
 
 Numerics: lossy, it changes the training. Weight decay is decoupled as in AdamW, even if it replaces Adam, whose decay
 is an L2 penalty. Does NOT cover amsgrad, sparse gradients, and resuming from states of Adam.

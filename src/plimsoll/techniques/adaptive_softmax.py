@@ -29,10 +29,10 @@ from plimsoll.techniques.mechanisms.frozen_base import KeptOutside
 from plimsoll.techniques.mechanisms.technique import Choices, Setting, Technique
 
 AUTO = "auto"
-"""The value of ``cutoffs`` that computes them from the vocabulary size, which is unknown until the text is read."""
+"""The value of ``cutoffs`` for cutoffs that are computed from the vocabulary size, once the text has been read."""
 
 _FEWEST_WORDS = 1024
-"""A smaller vocabulary does not pay off: see `plimsoll.techniques.chunked_loss`."""
+"""The technique does not pay off for a smaller vocabulary: see `plimsoll.techniques.chunked_loss`."""
 
 
 class AdaptiveSoftmax(Technique):
@@ -108,7 +108,7 @@ class AdaptiveSoftmax(Technique):
 
 
 def _cutoffs(choice: Choice, config: RecurrentConfig) -> tuple[int, ...] | None:
-    """Return the cutoffs of a choice, or ``None`` if its text is invalid.
+    """Return the cutoffs of a choice, or ``None`` if the text of its option ``cutoffs`` is invalid.
 
     Default cutoffs have one cluster instead of two if the rarest words would have less than one feature.
     """

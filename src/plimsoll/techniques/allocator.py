@@ -3,7 +3,7 @@
 ``expandable_segments`` reserves addresses once and maps memory to them on demand, so that free memory is in one block.
 The effect is predicted by a simulation of the allocator on existing traces (`mechanisms.allocators`). A plan uses this
 technique if a combination of techniques, or a larger micro-batch, does not fit without it. A run whose plan lacks it
-turns it on as the last resort (`plimsoll.device.cuda.backend`).
+makes later segments expandable as a last resort (`plimsoll.device.cuda.backend`).
 
 ``max_split_size_mb`` and ``roundup_power2_divisions`` can be pinned. A choice that would override a setting in the
 user's environment is refused.

@@ -49,7 +49,7 @@ class Attention(Technique):
         return reason if reason is not None else (Choice(technique=self.name, options={"backend": "sdpa"}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the implementation is not ``sdpa``, or the model cannot use it."""
+        """Return a reason if the chosen attention is not ``sdpa``, or the model cannot use ``sdpa``."""
         if choice.options["backend"] != "sdpa":
             return f"there is no attention backend `{choice.options['backend']}`: give sdpa"
         return _why_not(workload.model)

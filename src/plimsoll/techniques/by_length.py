@@ -35,11 +35,11 @@ _SENSITIVE = {
     "xlnet": "reads the last position",
     "yoso": "hashes all positions",
 }
-"""Architectures of transformers 5.23 whose loss changes with padding on the right, and why.
+"""Architectures of transformers 5.23 whose loss changes with padding on the right, each with the reason.
 
 Found by a comparison of every sequence classifier and causal language model that can be built small, with large random
-weights in float64. These differ by 3e-4 to 0.5 of the loss, all others by less than 3e-7. canine, reformer and xlnet
-cannot be built small; they are listed because of their code."""
+weights in float64. The relative change of the loss is 3e-4 to 0.5 for these and below 3e-7 for all others.
+canine, reformer and xlnet cannot be built small; they are listed because of their code."""
 
 
 class ByLength(Technique):
@@ -83,7 +83,7 @@ class ByLength(Technique):
         return (Choice(technique=self.name),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the result depends on padding, or the batch must not be split."""
+        """Return a reason if the model's result depends on padding, or the batch must not be split."""
         return _sensitive(workload.model) or (workload.kept_whole.why if workload.kept_whole else None)
 
     @contextmanager

@@ -143,7 +143,10 @@ def blocks_as_text(numbers: tuple[int, ...], num_blocks: int) -> str:
 
 
 class BlockBytes(NamedTuple):
-    """The bytes that one pass of a block saves for backward, without checkpointing and with it."""
+    """The bytes that one pass of a block saves for backward.
+
+    ``saved_bytes``: without checkpointing. ``kept_bytes``: with checkpointing, which is only the block's output.
+    """
 
     saved_bytes: int
     kept_bytes: int
@@ -191,7 +194,7 @@ def _largest_pass(  # noqa: PLR0917 -- columns of one table
 
 
 def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None:
-    """Return the reason why blocks cannot be checkpointed, or ``None``."""
+    """Return the reason why blocks cannot be checkpointed; ``None`` if they can."""
     if not blocks:
         return f"the model {type(workload.model).__name__} has no repeated blocks"
     if any(getattr(module, "gradient_checkpointing", False) is True for module in workload.model.modules()):
@@ -207,7 +210,10 @@ def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None
 
 
 def _too_little(blocks: Blocks, trace: Trace | None) -> str | None:
-    """Return the reason why checkpointing would save too little memory, according to a trace, or ``None``."""
+    """Return the reason why checkpointing would save too little memory, according to a trace.
+
+    ``None``: it would save enough, or there is no trace.
+    """
     if trace is None:
         return None
     is_kept = np.asarray(trace.storages.category) == "activations"
@@ -290,7 +296,10 @@ _TENSOR = object()  # placeholder of a tensor
 
 
 def _parts(block: nn.Module) -> Iterator[nn.Module]:
-    """Yield the block and its submodules, shared ones repeatedly. This is ten times as fast as ``block.modules()``."""
+    """Yield the block and its submodules. A shared submodule is yielded repeatedly.
+
+    This is ten times as fast as ``block.modules()``.
+    """
     waiting = [block]
     while waiting:
         part = waiting.pop()
@@ -304,7 +313,10 @@ def _norms(block: nn.Module) -> list[nn.Module]:
 
 
 def _versions(block: nn.Module) -> dict[tuple[int, str, int], int]:
-    """Return the version counters of the buffers that must not change, by module, name and identity of the buffer."""
+    """Return the version counters of buffers, by module, name and identity of the buffer.
+
+    Buffers of layers with running statistics are left out, because they may change.
+    """
     return {
         (id(part), name, id(buffer)): buffer._version
         for part in _parts(block)
@@ -316,7 +328,7 @@ def _versions(block: nn.Module) -> dict[tuple[int, str, int], int]:
 
 @contextmanager
 def _statistics_kept(block: nn.Module) -> Iterator[None]:
-    """Restore the running statistics at the end, because the first computation has updated them already."""
+    """Restore the running statistics of ``block`` after its recomputation: the first computation has updated them."""
     saved = [(norm._buffers, dict(norm._buffers)) for norm in _norms(block) if norm.training]
     try:
         for buffers, before in saved:

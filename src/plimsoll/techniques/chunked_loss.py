@@ -51,7 +51,7 @@ class ChunkedLoss(Technique):
     stage = "parts"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return several chunk sizes, if the output layer is large and the loss is a cross entropy."""
+        """Return choices of several chunk sizes, if the output layer is large and the loss is a cross entropy."""
         found = find_head(workload.model)
         if isinstance(found, str):
             return found
@@ -97,7 +97,10 @@ class ChunkedLoss(Technique):
 
 
 class _LazyForward:
-    """The lazy forward of a head: an object, not a closure, so that a deep copy of the model uses the copied head."""
+    """The forward of an output layer that returns lazy logits.
+
+    It is an object, not a closure, so that a deep copy of the model uses the copied layer.
+    """
 
     is_linear = True  # still linear in the weight: `models.head_apart` may compute it in chunks itself
 

@@ -38,7 +38,7 @@ class EvaluationPass(Technique):
     stage = "evaluation"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return passes of a half, a quarter, ... of the batch, if the training evaluates at all."""
+        """Return choices of passes with a half, a quarter, ... of the batch, if the training evaluates at all."""
         if setting.batch_size == 1:
             return "a batch of one sample cannot be cut"
         if setting.trace is not None and "evaluation" not in setting.trace.ops.phase:

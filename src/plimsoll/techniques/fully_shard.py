@@ -47,7 +47,7 @@ _BY_NUMBER = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Ad
 
 
 def _zero(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
-    """Export a choice to DeepSpeed ZeRO, which always gathers twice."""
+    """Export a choice to DeepSpeed ZeRO, which always gathers each block twice."""
     zero: dict[str, Any] = {"stage": 3}
     offload = choice.options.get("offload")
     if offload in DEEPSPEED_PLACES:
@@ -116,7 +116,7 @@ class FullyShard(Technique):
         )
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if there is only one rank, an option is invalid, or a technique needs whole parameters."""
+        """Return a reason if there is one rank, an option is invalid, or another technique needs whole parameters."""
         strange = [other.technique for other in others if not technique_of(other.technique).works_on_shards]
         if strange:
             return f"{strange[0]} works on whole parameters, and each rank has only some rows of them"
@@ -154,7 +154,10 @@ class FullyShard(Technique):
             yield
 
     def builds_outside(self, choice: Choice, device: Literal["cpu", "cuda"]) -> bool:
-        """Return whether shards are in files. Each rank then builds the whole model in files and keeps its own rows."""
+        """Return whether the shards are stored in files.
+
+        Each rank then builds the whole model in files and keeps its own rows.
+        """
         return device == "cpu" and choice.options.get("offload") == "disk"
 
 
@@ -202,7 +205,7 @@ def _why_not(workload: Workload, setting: Setting) -> str | None:
 
 
 def _fault_of(model: nn.Module) -> str | None:
-    """Return the reason why torch's FSDP2 cannot shard a model, or ``None``."""
+    """Return the reason why torch's FSDP2 cannot shard a model; ``None`` if it can."""
     scalars = [name for name, one in model.named_parameters() if one.ndim == 0]
     if scalars:
         return f"{scalars[0]} is a single number and has no rows: make it a tensor of shape [1]"

@@ -61,7 +61,7 @@ class GradientCache(Technique):
     unoffered: ClassVar = {"part": FOUND}
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return slices of a quarter of the batch, a sixteenth, and so on down to single samples."""
+        """Return choices of slices with a quarter of the batch, a sixteenth, and so on down to single samples."""
         if setting.batch_size == 1:
             return "a batch of one sample cannot be sliced"
         reason = _why_not(workload, FOUND)
@@ -76,7 +76,7 @@ class GradientCache(Technique):
         return tuple(gradient_cache_choice(size) for size in sizes)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if ``samples`` is below 1, no module can embed, or another technique excludes slices."""
+        """Return a reason if ``samples`` is below 1, no module can embed samples, or another technique excludes it."""
         size = int(choice.options["samples"])
         if size < 1:
             return f"a slice of {size} samples is empty: give 1 or more"
@@ -92,7 +92,7 @@ class GradientCache(Technique):
 
     @contextmanager
     def install(self, workload: Workload, choice: Choice) -> Iterator[None]:
-        """Replace the forward of the modules that may embed, on the instances.
+        """Replace the forward of the modules that may compute the embeddings, on the instances.
 
         Raises:
             InputError: if the model has no such module.
@@ -118,7 +118,10 @@ def _sliced(workload: Workload, part: str, slicing: Slicing) -> Iterator[None]:
 
 
 def refusal_of(workload: Workload, rows: Any) -> str | None:
-    """Compute the loss of a few samples in slices of one sample; return the reason why this fails, or ``None``."""
+    """Compute the loss of ``rows``, a few samples, in slices of one sample.
+
+    Return the reason why this fails, or ``None`` if it succeeds.
+    """
     slicing = Slicing(1)
     try:
         with _sliced(workload, FOUND, slicing):
@@ -154,7 +157,8 @@ def _parts(workload: Workload, part: str) -> list[tuple[str, nn.Module]]:
     The candidates are all composite modules, outermost first, except inside repeated blocks.
 
     The model itself is excluded if its forward takes labels and returns the loss. The calls during a step show which
-    module embeds (`mechanisms.sliced`). A module that does not compute each row independently is refused there.
+    module computes the embeddings (`mechanisms.sliced`). A module that does not compute each row independently is
+    refused there.
     """
     model = workload.model
     if part != FOUND:
@@ -168,7 +172,7 @@ def _parts(workload: Workload, part: str) -> list[tuple[str, nn.Module]]:
 
 
 def _returns_loss(workload: Workload) -> bool:
-    """Return whether the forward of the model computes the loss, which a custom loop may compute elsewhere."""
+    """Return whether the model's forward computes the loss. The loss of a custom loop may be computed elsewhere."""
     return workload.loss is model_loss and "labels" in inspect.signature(type(workload.model).forward).parameters
 
 

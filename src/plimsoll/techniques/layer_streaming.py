@@ -96,7 +96,7 @@ class LayerStreaming(Technique):
 
 
 def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:
-    """Return whether a parameter is in the memory of the device. If so, the exit must move it back there."""
+    """Return whether a parameter is in the memory of the device. If so, it must be moved back there at the end."""
     return parameter.device.type == device.type and not is_marked(parameter)
 
 
@@ -119,7 +119,7 @@ def _bring_back(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
 def _move_states(
     optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter, moved: Callable[[Tensor], Tensor]
 ) -> None:
-    """Move the optimizer states of a parameter, except the step count, whose place the optimizer's kernel decides."""
+    """Move the optimizer states of a parameter, except the step count, whose device the optimizer's kernel decides."""
     state: dict[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
     for key, value in state.items():
         if isinstance(value, Tensor) and value.layout is torch.strided and value.dim():
@@ -133,7 +133,7 @@ def _names(model: nn.Module, choice: Choice) -> list[str]:
 
 
 def _why_not(blocks: Blocks, workload: Workload, setting: Setting) -> str | None:
-    """Return the reason why blocks cannot be streamed, or ``None``."""
+    """Return the reason why blocks cannot be streamed; ``None`` if they can."""
     if setting.device == "cpu":
         return _NOT_ON_CPU
     if not blocks:

@@ -108,7 +108,7 @@ def _impossible(model: nn.Module) -> str | None:
 
 
 def _head_of(model: nn.Module) -> list[str]:
-    """Return the names of a classifier's modules outside the pretrained model, which have no pretrained weights."""
+    """Return the names of a classifier's modules outside the pretrained model. They have no pretrained weights."""
     if getattr(model, "problem_type", None) is None and "Classification" not in type(model).__name__:
         return []
     prefix = getattr(model, "base_model_prefix", "")

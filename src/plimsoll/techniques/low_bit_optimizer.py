@@ -59,7 +59,10 @@ class LowBitOptimizer(ReplacedOptimizer):
 
 
 def _obstacle(workload: Workload) -> str | None:
-    """Return the reason why the moments cannot be stored in few bits, even if the user allows it, or ``None``."""
+    """Return the reason why the moments cannot be stored in few bits, even if the user allows it.
+
+    ``None``: they can.
+    """
     reason = obstacle(workload)
     if reason is not None:
         return reason

@@ -36,7 +36,7 @@ class MicroBatch(Technique):
     stage = "batch"
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return the smallest size for each number of micro-batches, largest first."""
+        """Return choices of the smallest micro-batch size for each number of micro-batches, largest size first."""
         if setting.batch_size == 1:
             return "a batch of one sample cannot be cut"
         reason = self._whole(workload, setting)

@@ -66,7 +66,7 @@ _SCALED = "the gradient scaler of fp16 must check all gradients before the first
 
 
 def _obstacle_of(other: Choice, setting: Setting) -> str | None:
-    """Return the reason why another technique makes early updates impossible, or ``None``."""
+    """Return the reason why another technique makes updates in backward impossible; ``None`` if it does not."""
     if other.technique == MICRO_BATCH and int(other.options["samples"]) < setting.batch_size:
         return (
             f"gradients are summed over micro-batches of {other.options['samples']} of {setting.batch_size} samples, "

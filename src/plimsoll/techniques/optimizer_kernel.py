@@ -136,7 +136,7 @@ def kernel_of(group: dict[str, Any], device: Literal["cpu", "cuda"]) -> Kernel:
 
 
 def _obstacle(kernel: Any, workload: Workload, device: Literal["cpu", "cuda"]) -> str | None:
-    """Return the reason why a kernel cannot be used, or ``None``."""
+    """Return the reason why a kernel cannot be used; ``None`` if it can."""
     optimizer = workload.optimizer
     groups, name = optimizer.param_groups, type(optimizer).__name__
     if not is_of_torch(optimizer) or ("fused" if kernel == "fused" else "foreach") not in optimizer.defaults:

@@ -35,22 +35,22 @@ PLACES = {"cpu": "disk", "cuda": "host"}
 """The place of the offloaded states for each device: memory that the budget of the device does not count."""
 
 DEEPSPEED_PLACES = {"host": "cpu", "disk": "nvme"}
-"""DeepSpeed's names of these places."""
+"""DeepSpeed's name for each place of the states."""
 
 
 class Pool(Protocol):
-    """A source of tensors off the device."""
+    """The interface of an allocator of tensors outside the memory of the device."""
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Create an uninitialized tensor with the shape, strides and dtype of another."""
         ...
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """Create a copy of a tensor."""
+        """Create a copy of a tensor in the memory of this pool."""
         ...
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is from this pool."""
+        """Return whether this pool has allocated the memory of a tensor."""
         ...
 
 
@@ -83,7 +83,7 @@ class OptimizerOffload(Technique):
         return (Choice(technique=self.name, options={"to": PLACES[setting.device]}),)
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return a reason if the target is wrong for the device."""
+        """Return a reason if the device cannot offload to the chosen target."""
         place = PLACES[setting.device]
         if choice.options.get("to") != place:
             return (
@@ -187,7 +187,10 @@ class _States:
 
     @contextmanager
     def holding_back(self) -> Iterator[None]:
-        """Leave the states on the host unchanged by the updates in the block; `keep` or `drop` then decides."""
+        """Leave the states on the host unchanged by the updates in the ``with`` block.
+
+        Afterwards, `keep` copies the new values to the host, or `drop` discards them.
+        """
         self._holds_back = True
         try:
             yield
@@ -214,7 +217,7 @@ class _States:
         self._lent, self._updated, self._departures = [], [], []
 
     def _lend(self, parameters: list[nn.Parameter]) -> None:
-        """Replace states with copies on the device: all of them, or none if they do not fit."""
+        """Replace the states of these parameters with copies on the device; if memory runs out, replace none."""
         lent = [
             _Lent(state, key, value, _room_for(value, parameter))
             for parameter, state, key, value in self._of(parameters)
@@ -315,7 +318,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _wrap_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Pass each ``optimizer.step()`` to ``run``, and return a function that undoes this."""
+    """Make each ``optimizer.step()`` call ``run`` with the original step. Return a function that undoes this."""
     own = vars(optimizer).get("step")  # the wrapper of a learning rate schedule, which counts steps
     step = optimizer.step
 

@@ -97,7 +97,10 @@ class StretchedLayer(ComposedLayer):
         return type(self._layer).forward(self._layer, input, hx)  # type: ignore[no-any-return]
 
     def _one_way(self, sequences: Sequences, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
-        """Run layers in one direction; ``direction`` 1 runs from the last step to the first."""
+        """Return the outputs and the last state of ``layers`` in one direction.
+
+        ``direction``: 0 runs forward in time, 1 from the last step to the first.
+        """
         assert sequences.batch_sizes is not None
         weights = [self._weights(number, direction) for number in layers]  # once: a parametrization computes them
         shapes = [(len(list(steps)), num_samples) for num_samples, steps in groupby(sequences.batch_sizes)]
@@ -110,7 +113,10 @@ class StretchedLayer(ComposedLayer):
     def _to_the_last(
         self, stretches: Sequence[Tensor], state: State, weights: list[list[Tensor]]
     ) -> tuple[list[Tensor], State]:
-        """Run stretches forward in time. Samples end when a stretch has fewer samples than the previous one."""
+        """Run the stretches forward in time; return the output of each stretch and the last state of every sample.
+
+        A sample ends when a stretch has fewer samples than the previous one.
+        """
         outputs: list[Tensor] = []
         ended: list[State] = []
         for stretch in stretches:
@@ -125,7 +131,10 @@ class StretchedLayer(ComposedLayer):
     def _to_the_first(
         self, stretches: Sequence[Tensor], state: State, weights: list[list[Tensor]]
     ) -> tuple[list[Tensor], State]:
-        """Run stretches backward in time. Samples enter, with their initial states, when a stretch has more samples."""
+        """Run the stretches backward in time; return the output of each stretch and the last state of every sample.
+
+        A sample enters, with its initial state, when a stretch has more samples.
+        """
         outputs: list[Tensor] = []
         back = stretches[::-1]
         counts = [0, *(stretch.shape[1] for stretch in back)]
@@ -158,7 +167,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _split(state: State, counts: list[int]) -> list[State]:
-    """Split the states of samples into groups of `counts` samples."""
+    """Split a state into states of fewer samples. ``counts`` has the number of samples of each."""
     return list(zip(*(part.split_with_sizes(counts, 1) for part in state), strict=True))
 
 

@@ -107,7 +107,7 @@ def _bring_back(parameters: list[nn.Parameter], pool: MappedPool) -> None:
 
 @torch.no_grad()
 def _exchange(parameters: list[nn.Parameter], copied: Callable[[Tensor], Tensor]) -> None:
-    """Replace the storages of parameters by copies, one at a time. Shared storages stay shared."""
+    """Replace the storages of parameters by the results of ``copied``, one at a time. Shared storages stay shared."""
     sharing: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
         sharing.setdefault((parameter.untyped_storage()._cdata, parameter.dtype), []).append(parameter)

@@ -60,9 +60,9 @@ class TimeSegments(Technique):
     turn = 1
 
     def choices(self, workload: Workload, setting: Setting) -> Choices | str:
-        """Return a choice for each of the `segment_lengths`; the default length if the data's length is unknown.
+        """Return a choice for each of the `segment_lengths`; the default if the sequence length is unknown.
 
-        If the shortest segments are many, a further choice keeps only some of the states between them.
+        If there are many segments of the shortest length, a further choice keeps only some of the states between them.
         """
         reason = _why_not(workload.model)
         if reason is not None:
@@ -93,7 +93,7 @@ class TimeSegments(Technique):
         """Replace the forward of each recurrent part of the model, on the instance.
 
         Raises:
-            InputError: if the model has no part to cut.
+            InputError: if the model has no part that can be split over time.
         """
         reason = _why_not(workload.model)
         if reason is not None:
@@ -112,10 +112,10 @@ def time_segments_choice(steps: int, kept: int = 0) -> Choice:
 
 
 def wrong_numbers(choice: Choice, meanings: dict[str, str]) -> str | None:
-    """Return the reason why options for numbers of steps or states are invalid, or ``None``.
+    """Return the reason why options for numbers of steps or states are invalid; ``None`` if they are valid.
 
     Args:
-        choice: A choice of a technique that cuts time; ``steps`` is required.
+        choice: A choice of a technique that splits sequences over time; ``steps`` is required.
         meanings: For each possible option, the meaning of 0.
     """
     if set(choice.options) - set(meanings) or "steps" not in choice.options:
@@ -141,10 +141,10 @@ def segment_lengths(num_steps: int) -> Iterator[int]:
 
 
 def parts_in_time(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to cut: outermost modules that run in segments, and recurrent layers outside of these.
+    """Return the modules to split over time: outermost modules that run in segments, and other recurrent layers.
 
-    A module that runs in segments is cut with its embedding, output layer and loss. If only a layer is cut, its input
-    and output are still as long as the sequence.
+    A module that runs in segments is split with its embedding, output layer and loss. If only a layer is split, its
+    input and output are still as long as the sequence.
     """
     if runs_in_segments(model) or isinstance(model, UnrolledCell) or is_plain_layer(model):
         return [model]
@@ -196,7 +196,11 @@ class SegmentedModel:
 
 
 class Unrolled(NamedTuple):
-    """An `Unroll` that cuts time. It passes gradients to all trainable parameters of the model."""
+    """An `Unroll` that runs sequences in the segments of ``cut``.
+
+    All trainable parameters of the model get gradients. ``truncates``: whether gradients end at the beginning of a
+    segment.
+    """
 
     model: nn.Module
     cut: Cut
@@ -228,7 +232,7 @@ def _purely(module: nn.Module, run: Run, segment: int, state: State, slices: tup
 
 
 class _SegmentedCell:
-    """The forward of an `UnrolledCell`."""
+    """The forward of an `UnrolledCell`, computed in segments."""
 
     def __init__(self, layer: UnrolledCell, cut: Cut) -> None:
         functools.update_wrapper(self, UnrolledCell.forward)

@@ -3,8 +3,8 @@
     Choice(technique="truncated_bptt", options={"steps": 128})
 
 ``steps`` is the length of a segment. 0 is the square root of the sequence length, or a quarter of the sequence up to
-128 steps if that is longer. The hidden state passes from segment to segment, but its gradient
-does not (see Williams and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490).
+128 steps if that is longer. The hidden state passes from segment to segment, but its gradient does not (see Williams
+and Peng 1990, https://doi.org/10.1162/neco.1990.2.4.490).
 
 The gradient of a loss reaches back at most ``steps`` steps, and half as many on average. It is biased. `time_segments`
 is exact and needs as little memory, but takes longer, because it computes segments twice.
@@ -76,7 +76,7 @@ class TruncatedBptt(Technique):
         """Replace the forward of the model, on the instance.
 
         Raises:
-            InputError: if the model cannot be cut.
+            InputError: if the model cannot be split over time.
         """
         reason = _why_not(workload)
         if reason is not None:

@@ -82,7 +82,7 @@ class TopTargets:
     All other words count as a single word. The teacher gives it the probability p_r = 1 - sum p, and the student q_r =
     1 - sum q. The divergence is
 
-        sum over the k: p (log p - log q)  +  p_r (log p_r - log q_r)
+        sum over the k words: p (log p - log q)  +  p_r (log p_r - log q_r)
 
     and at least 0. The student learns only the total probability of the other words, not the ratios among them.
     Renormalizing the k words to p / sum p instead would teach probabilities that are too large by the factor 1 / sum p.

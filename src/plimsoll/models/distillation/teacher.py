@@ -46,7 +46,8 @@ def load_teacher(
         folder: the folder of its checkpoint.
         task: the task of the job.
         shape: the requirements of the job's texts on the model.
-        place: ``read-only`` keeps the weights in memory-mapped files, which do not count as private memory; CPU only.
+        place: the place of the weights. ``memory``: the memory of ``device``. ``read-only``: memory-mapped files, which
+            do not count as private memory; CPU only.
         device: the device of the weights.
 
     Raises:

@@ -55,9 +55,9 @@ class UnrolledCell(nn.Module):
         return passed.outputs[0], form.given(passed.state)
 
     def stretch(self, form: StateForm, state: State, input: Tensor) -> Passed:
-        """Run the steps of ``input`` from a state, which is empty before the first step.
+        """Run the steps of ``input`` from ``state``, which is empty before the first step of the sequence.
 
-        ``form`` is updated to the form of the last state that the cell returned.
+        Return the outputs and the last state. ``form`` is updated to the form of the last state that the cell returned.
         """
         if input.dim() < 2 or input.shape[self.step_dim] == 0:
             raise InputError(

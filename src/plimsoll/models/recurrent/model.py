@@ -210,7 +210,7 @@ class RecurrentLanguageModel(RecurrentModel):
     def _loss(
         self, hidden_BTH: Tensor, targets_BT: Tensor, reduction: Literal["mean", "sum"]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss for the targets and the logits, or ``None`` for logits that never existed all at once."""
+        """Return the loss for the targets, and the logits. ``None``: the logits never existed all at once."""
         if isinstance(self.head, nn.AdaptiveLogSoftmaxWithLoss):
             return adaptive_loss(self.head, hidden_BTH, targets_BT, reduction), None
         logits_BTV = self.head(hidden_BTH)
@@ -443,8 +443,8 @@ def _next_tokens(labels_BT: Tensor, num_read: int) -> Tensor:
 
     The labels are shifted rather than the logits, because shifted logits would be a copy.
 
-    The targets are new memory, so that a dry run does not know their values and cannot mistake its labels for real
-    ones.
+    The targets are new memory, so that a dry run does not know their values and cannot mistake placeholder labels for
+    real labels.
     """
     targets_BT = torch.empty((len(labels_BT), num_read), dtype=labels_BT.dtype, device=labels_BT.device)
     targets_BT[:, : labels_BT.shape[1] - 1].copy_(labels_BT[:, 1:])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 State = tuple[Tensor, ...]
-"""The state that a recurrent layer passes from step to step; empty before the first."""
+"""The state that a recurrent layer passes from step to step; empty before the first step."""
 
 
 def as_state(hidden: Any) -> State:

@@ -43,7 +43,10 @@ def _set_up_heap(rules: HeapRules) -> None:
 
 @contextmanager
 def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
-    """Set the mmap threshold (``None``: no mappings) of this process; the exit sets the threshold without a plan."""
+    """Set the mmap threshold of this process; ``None``: no mappings.
+
+    The exit sets the threshold that applies without a plan.
+    """
     data_limit.set_up_heap(num_bytes)
     try:
         yield
@@ -53,7 +56,7 @@ def blocks_mapped_from(num_bytes: int | None) -> Iterator[None]:
 
 
 def is_built_apart(choices: Choices) -> bool:
-    """Return whether a choice replaces the parameters of the new model by smaller ones before the first step."""
+    """Return whether a choice replaces the parameters of the new model by smaller shards before the first step."""
     techniques = [technique_of(choice.technique) for choice in choices]
     return any(one.is_for_the_run and "parameters" in one.moves for one in techniques)
 

@@ -47,7 +47,9 @@ class CachesBefore:
         return [again._copies.get(number, leaf) for number, leaf in enumerate(leaves)]
 
     def forget_unchanged(self) -> None:
-        """Release the tensors of the cache layers that the call did not write, if it wrote any. Use it after the call.
+        """Release the tensors of the cache layers that the call did not write, if it wrote any layer.
+
+        Use this method after the call.
 
         The shapes remain. If the repeated call reads the values of such a tensor, it fails.
         """

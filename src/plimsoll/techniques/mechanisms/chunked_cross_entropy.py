@@ -138,7 +138,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(ctx: Any, arriving: Tensor) -> Iterator[Tensor | None]:
-    """Yield the gradients from forward times the incoming gradient. The product is in place if the graph is freed."""
+    """Yield the gradients that forward computed, multiplied by the incoming gradient.
+
+    ``None``: the gradient is not needed. The product is in place if the graph is freed.
+    """
     # Private: whether this backward has retain_graph=True. If torch lacks the function, the gradients are copied.
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
     sums = ctx.gradients

@@ -41,7 +41,10 @@ class Form:
 
 @dataclass
 class Tally:
-    """The number of chunked cross entropies of one head, and the name of the first function that needed all logits."""
+    """The number of chunked cross entropies of one output layer (the head).
+
+    ``asked_by``: the name of the first function that needed all logits; ``None``: no function needed them.
+    """
 
     num_chunked: int = 0
     asked_by: str | None = None
@@ -51,7 +54,8 @@ class Tally:
 class _Family:
     """State shared by all logits of one call of the head.
 
-    ``made_of`` has the tensors that the logits are computed from, and their versions at the call.
+    ``made_of``: the tensors that the logits are computed from, and their versions at the call. ``num_members``: the
+    number of lazy logits derived from the call.
     """
 
     chunk_tokens: int

@@ -28,7 +28,7 @@ _FIELDS = ("input_ids", "attention_mask", "labels", "token_type_ids", "position_
 """Fields that are trimmed if their shape is (B, T)."""
 
 _FEWEST_COLUMNS = 8
-"""The number of columns that a shorter sample counts as.
+"""The least number of columns that a sample is counted with, even if it is shorter.
 
 A sample also takes memory that is independent of its length, and attention and matrix kernels work on blocks of 8.
 """
@@ -50,14 +50,20 @@ class CutByLength:
         self._full_length = full_length
 
     def elements_per_sample(self, batch: Any, batch_size: int) -> float:
-        """Return the elements of a sample of full length, so that a limit found for one batch holds for all."""
+        """Return the number of tensor elements of a sample of full length, so that one limit holds for all batches.
+
+        If the full length or the lengths in the batch are unknown, return the mean number of elements of its samples.
+        """
         full_elements = elements_of_full_length(batch, self._full_length) if self._full_length is not None else None
         return BY_SAMPLES.elements_per_sample(batch, batch_size) if full_elements is None else full_elements
 
     def micro_batches(
         self, batch: Any, batch_size: int, micro_batch: int, count: Callable[[Any], float]
     ) -> Iterator[tuple[Any, float, Sequence[int]]]:
-        """Yield micro-batches by length, without unneeded padding; like `BySamples` if lengths are unknown."""
+        """Yield micro-batches of samples of similar length, without columns that are only padding.
+
+        If lengths are unknown, yield the same as `BySamples`.
+        """
         groups = groups_by_length(batch, micro_batch, self._full_length)
         if groups is None:
             yield from BY_SAMPLES.micro_batches(batch, batch_size, micro_batch, count)
@@ -77,7 +83,8 @@ def groups_by_length(batch: Any, num_samples: int, full_length: int | None = Non
         batch: the batch.
         num_samples: number of samples of full length per group. A group of shorter samples may have more samples, up to
             the same number of elements in all fields.
-        full_length: number of tokens of a sample of full length, if all samples of this batch may be shorter.
+        full_length: number of tokens of a sample of full length, if all samples of this batch may be shorter. ``None``:
+            the number of columns of the batch.
 
     Returns:
         The groups, in which each sample occurs once; ``None`` if lengths are unknown.
@@ -100,7 +107,10 @@ def groups_by_length(batch: Any, num_samples: int, full_length: int | None = Non
 
 
 def elements_of_full_length(batch: Any, full_length: int) -> int | None:
-    """Return the number of elements of a sample of full length; ``None`` if the lengths in the batch are unknown."""
+    """Return the number of tensor elements of a sample with ``full_length`` tokens, or more if the batch has more.
+
+    ``None``: the lengths of the samples in the batch are unknown.
+    """
     if lengths_of(batch) is None:
         return None
     return _elements_by_length(batch)(max(batch["attention_mask"].shape[1], full_length))

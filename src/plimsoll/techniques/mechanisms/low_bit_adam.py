@@ -44,8 +44,8 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # True: has a sign
 class Table(NamedTuple):
     """The value of each code (``numbers``), and a lookup of the code of a float32 by its upper 16 bits.
 
-    ``code`` has an entry for each value of these 16 bits: the code of the smallest float with these bits. Floats with
-    these bits from ``next_from`` on have the next code.
+    ``code`` maps the upper 16 bits to the code of the smallest float with those bits. ``next_from`` maps them to a
+    bound: a float with those bits that is at least the bound has the next code.
     """
 
     numbers: NDArray[np.float32]
@@ -55,7 +55,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Codes and scales of consecutive blocks, with the columns of their `Table` on the same device."""
+    """Codes and scales of consecutive blocks, with the three arrays of their `Table` on the same device."""
 
     bits: int
     codes: Tensor
@@ -85,7 +85,8 @@ class _Packed:
 class _Rule(NamedTuple):
     """The hyperparameters of one update.
 
-    Learning rate and bias corrections are 0-dimensional tensors, to be rounded as in torchao.
+    Learning rate and bias corrections are 0-dimensional tensors, so that results are rounded in the same way as in
+    torchao.
     """
 
     rate: Tensor
@@ -298,7 +299,10 @@ def _least(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _parts(num_elements: int, block: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each chunk to update: chunks of whole blocks, then the smaller last block."""
+    """Yield the start and end of each chunk of elements to update.
+
+    Chunks are whole blocks with at most ``most`` elements. The smaller last block, if any, is a chunk of its own.
+    """
     whole = num_elements - num_elements % block
     for begin in range(0, whole, most):
         yield begin, min(begin + most, whole)

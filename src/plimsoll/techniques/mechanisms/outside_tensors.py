@@ -38,8 +38,8 @@ def refuse_what_is_outside(results: Sequence[Tensor], given: Iterable[Tensor], b
 
     Args:
         results: the tensors that the segment computed.
-        given: the tensors that it may use: its state, its slices and the parameters.
-        begin: the number of its first operation, from `next_operation`.
+        given: the tensors that the segment may use: its state, its slices and the parameters.
+        begin: the number of the first operation of the segment, from `next_operation`.
 
 
     Raises:

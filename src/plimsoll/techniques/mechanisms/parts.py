@@ -73,7 +73,7 @@ def block_names(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
 
 
 def _output_of(model: nn.Module) -> nn.Module | None:
-    """Return the output layer, if the model defines ``get_output_embeddings``."""
+    """Return the result of the model's ``get_output_embeddings``; ``None`` without this method or an output layer."""
     ask = getattr(model, "get_output_embeddings", None)
     found = ask() if ask is not None else None
     return found if isinstance(found, nn.Module) else None

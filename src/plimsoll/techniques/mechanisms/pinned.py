@@ -25,7 +25,7 @@ class PinnedPool:
 
         Args:
             tensor: the tensor to imitate.
-            device: the device that will copy to or from it; by default the device of ``tensor``.
+            device: the device that will copy to or from the new tensor; by default the device of ``tensor``.
         """
         is_pinned = (device or tensor.device).type == "cuda" and not isinstance(tensor, FakeTensor)
         with torch.no_grad(), outside_the_device():

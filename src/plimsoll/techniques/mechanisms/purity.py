@@ -88,7 +88,10 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _kept(module: nn.Module) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:
-    """Yield the name of each plain attribute and buffer of a module's submodules, and a fingerprint of its values."""
+    """Yield each plain attribute and buffer of a module and its submodules, with a fingerprint of its values.
+
+    An attribute is identified by the name of the submodule and its own name.
+    """
     for name, part in module.named_modules():
         computed = {getattr(hook, "name", None) for hook in part._forward_pre_hooks.values()}  # weight_norm's weight
         for attribute, value in [*vars(part).items(), *part._buffers.items()]:

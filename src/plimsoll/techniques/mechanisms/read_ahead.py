@@ -124,8 +124,8 @@ class _Turn:
     def end(self, *_: Any) -> None:
         """Drop the part's pages if they cannot stay in memory.
 
-        Otherwise the kernel would drop the least recently used pages. In a cycle, these are the pages that are used
-        next, even pages of parts that fit in memory.
+        Otherwise the kernel would drop the least recently used pages. In repeated passes, these are the pages that are
+        used next, even pages of parts that fit in memory.
         """
         if self._part.is_dropped:
             self._reader.drop(self._part.stretches)

@@ -55,8 +55,8 @@ def backward_states(
         num_segments: number of segments in the chain.
         num_slots: number of states that may be kept in addition to the initial state, as in `kept_on_the_way`.
         kept: by segment, the state before segment 0 and the states kept by the forward pass. Used states are removed.
-        advance: called with the state before segment ``begin``, ``begin`` and ``end``; returns the state before segment
-            ``end``.
+        advance: called as ``advance(state, begin, end)`` with the state before segment ``begin``. It returns the state
+            before segment ``end``.
     """
     begins = [0, *kept_on_the_way(num_segments, num_slots)]
     for number, (begin, end) in reversed(list(enumerate(zip(begins, [*begins[1:], num_segments], strict=True)))):

@@ -86,7 +86,10 @@ class ComposedLayer(ABC):
 
     @abstractmethod
     def _one_way(self, sequences: Sequences, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
-        """Compute some layers in one direction; ``direction`` 1 runs from the last step to the first."""
+        """Return the outputs and the last state of ``layers`` in one direction.
+
+        ``direction``: 0 runs forward in time, 1 from the last step to the first.
+        """
 
     def _packed(self, input: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
         data, batch_sizes, sorted_indices, unsorted_indices = input
@@ -109,7 +112,7 @@ class ComposedLayer(ABC):
         return tuple(data.new_zeros(rows, num_samples, width) for width in widths)
 
     def _through(self, sequences: Sequences, state: State) -> tuple[Tensor, State]:
-        """Compute all layers, in one or two directions.
+        """Return the outputs of the last layer and the last states of all layers, in one or two directions.
 
         With one direction, only the input, the output and the kept states grow with the length of the sequence. With
         two, each layer needs the complete output of the previous layer, so the outputs of all L layers are retained.
@@ -132,7 +135,7 @@ class ComposedLayer(ABC):
         return sequences.data, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
 
     def _together(self, part: Sequences, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
-        """Compute some layers over all steps of a segment, with dropout between the layers."""
+        """Return the outputs and the last state of some layers over ``part``, with dropout between the layers."""
         if not self._draws or len(weights) == 1:
             return self._kernel(part, state, weights)
         # On CUDA, the weights of one of several layers are not contiguous, so cuDNN copies them for each segment.
@@ -207,7 +210,10 @@ class SegmentedLayer(ComposedLayer):
         return output, as_hidden(state)
 
     def _one_way(self, sequences: Sequences, state: State, layers: range, direction: int) -> tuple[Tensor, State]:
-        """Compute some layers in one direction; ``direction`` 1 runs from the last step to the first."""
+        """Return the outputs and the last state of ``layers`` in one direction.
+
+        ``direction``: 0 runs forward in time, 1 from the last step to the first.
+        """
         weights = [self._weights(number, direction) for number in layers]
         is_padded_back = direction == 1 and sequences.batch_sizes is None
         reversal = sequences.reversal() if direction == 1 and sequences.batch_sizes is not None else None
@@ -230,7 +236,10 @@ class SegmentedLayer(ComposedLayer):
         return (output if reversal is None else output.index_select(0, reversal)), passed.state
 
     def _segment(self, part: Sequences, state: State, weights: list[list[Tensor]]) -> tuple[Tensor, State]:
-        """Compute some layers over one segment. In a packed batch, samples that have ended keep their state."""
+        """Return the outputs and the last state of some layers over the segment ``part``.
+
+        In a packed batch, samples that have ended keep their state.
+        """
         sizes = part.batch_sizes
         if sizes is None or sizes[0] == state[0].shape[1]:
             return self._together(part, state, weights)

@@ -36,7 +36,7 @@ class ReplacedOptimizer(Technique):
 
 
 def obstacle(workload: Workload) -> str | None:
-    """Return the reason why the optimizer cannot be replaced, even if the user allows it, or ``None``."""
+    """Return the reason why the optimizer cannot be replaced, even if the user allows it; ``None`` if it can."""
     optimizer = workload.optimizer
     if type(optimizer) not in _REPLACED:
         return f"it replaces Adam and AdamW, but the optimizer is {type(optimizer).__name__}"
@@ -53,7 +53,10 @@ def obstacle(workload: Workload) -> str | None:
 
 
 def conflict(name: str, others: Choices, workload: Workload, setting: Setting) -> str | None:
-    """Return the reason why the technique ``name``, which replaces the optimizer, is impossible, or ``None``."""
+    """Return the reason why the technique ``name``, which replaces the optimizer, is impossible.
+
+    ``None``: it is possible.
+    """
     if name not in setting.allow:
         return f"is lossy: allow it with `allow: [{name}]`"
     names = (other.technique for other in others)

@@ -77,7 +77,10 @@ Both = tuple[list[Tensor], list[Tensor]]
 
 
 def _both_ways(forward: Forward, arguments: Arguments, rows: Sequence[int]) -> Both | None:
-    """Return results of rows computed together, and in two parts; ``None`` if they do not have one entry per row."""
+    """Return the results of rows computed together, and of the same rows computed in two parts.
+
+    ``None``: the results do not have one entry per row.
+    """
     together = _computed(forward, arguments, rows)
     parts = [_computed(forward, arguments, part) for part in (rows[:1], rows[1:])]
     if together is None or None in parts:
@@ -99,7 +102,7 @@ def _computed(forward: Forward, arguments: Arguments, rows: Sequence[int]) -> tu
 
 
 def _gradients(forward: Forward, arguments: Arguments, rows: Sequence[int], weights: list[Tensor]) -> Both:
-    """Return the gradients of weights for two rows together, and the sums of the gradients for each row alone."""
+    """Return the gradients of weights for two rows run together, and the sums of the gradients of two separate runs."""
     if not weights:
         return [], []
 

@@ -135,7 +135,7 @@ class _Places:
 
 
 class _Recomputed(torch.autograd.Function):
-    """The autograd node of the exact gradient: backward recomputes the segments, last segment first."""
+    """Autograd function for exact backpropagation through time. Backward recomputes the segments, last one first."""
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -180,7 +180,10 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _Truncated(torch.autograd.Function):
-    """The autograd node of truncated gradients, for a loss that is a single sum. Its forward computes the gradients."""
+    """Autograd function for truncated backpropagation through time, for a loss that is a single sum.
+
+    Its forward already computes the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, places: _Places, shape: list[int], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -216,7 +219,10 @@ class _Truncated(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Arriving:
-    """The incoming gradients of a node. In ``sums``, ``None`` stands for 1 if gradients are truncated."""
+    """The incoming gradients of the outputs, the sums and the last state.
+
+    ``None``: no gradient arrives. With truncated backpropagation, ``None`` in ``sums`` stands for a gradient of 1.
+    """
 
     outputs: tuple[Tensor | None, ...]
     sums: tuple[Tensor | None, ...]
@@ -274,7 +280,7 @@ class _Gradients:
         return passed
 
     def result(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all inputs."""
+        """Return the gradients of all inputs; ``None`` for an input without a gradient."""
         of_state = self._of_state if not self._walk.truncates else (None,) * len(self._first_state)
         if len(of_state) != len(self._first_state):  # there was no state before the first segment
             of_state = ()
@@ -332,7 +338,7 @@ def _put(place: Tensor, gradient: Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class _Before:
-    """The state and the random number generators at the start of a segment."""
+    """The recurrent state, and the states of random number generators, at the start of a segment."""
 
     state: State
     random: RandomNumbers

@@ -58,7 +58,7 @@ class _AgreedAllGather(_Agreed, AllGather):  # type: ignore[misc]
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        """Gather the shards, after all ranks have agreed that they have the memory.
+        """Gather the shards, after all ranks have confirmed that they have allocated the memory for it.
 
         Returns the handle to wait for, or ``None`` without ``async_op``.
         """
@@ -73,7 +73,7 @@ class _AgreedReduceScatter(_Agreed, ReduceScatter):  # type: ignore[misc]
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """Reduce and scatter the gradients, after all ranks have agreed that they have the memory.
+        """Reduce-scatter the gradients, after all ranks have confirmed that they have allocated the memory for it.
 
         Returns the handle to wait for, or ``None`` without ``async_op``.
         """
@@ -101,7 +101,7 @@ class Sharding:
         keeps_gathered: whether a block's parameters stay gathered between its forward and backward pass.
         dtype: data type of gathered parameters and of the computation; ``None``: the stored dtype. With a dtype,
             gradients are reduced in fp32.
-        pool: the pool of mapped files for this rank's rows and their gradients; ``None``: memory.
+        pool: the pool of mapped files for this rank's rows and their gradients; ``None``: they are in memory.
         on_host: whether torch keeps the rows in host memory although the device is not the CPU.
     """
 
@@ -183,7 +183,10 @@ class ShardedTraining:
             self.rows[name] = rows
 
     def _agree_in(self, module: nn.Module, number: int) -> None:
-        """Make all ranks agree before each collective of a module, which ``number`` identifies."""
+        """Make all ranks confirm before each collective of ``module`` that they have memory.
+
+        ``number`` identifies the module.
+        """
         assert isinstance(module, FSDPModule)
         module.set_custom_all_gather(_AgreedAllGather(self._ranks, number))
         module.set_custom_reduce_scatter(_AgreedReduceScatter(self._ranks, number))

@@ -46,8 +46,8 @@ class Slicing:
 
     Attributes:
         num_rows: rows per slice.
-        num_sliced: calls that were computed in slices.
-        num_whole: calls with more than ``num_rows`` rows that could not be sliced.
+        num_sliced: number of calls that were computed in slices.
+        num_whole: number of calls that could not be sliced, although they had more rows than a slice.
     """
 
     def __init__(self, num_rows: int) -> None:

@@ -130,7 +130,11 @@ class _Block:
 
 @dataclass
 class _Here:
-    """Copies of a block's parameters on the device, and the transfer to wait for before the copies are read."""
+    """Copies of a block's parameters on the device.
+
+    ``versions``: the version counters of the parameters' homes when they were copied. ``arrival``: the transfer to wait
+    for before the copies are read; ``None``: there is no transfer to wait for.
+    """
 
     copies: list[Tensor]
     versions: list[int]

@@ -89,7 +89,10 @@ class Exported(NamedTuple):
 
 
 Export = Callable[[Choice, Literal["cpu", "cuda"]], Exported | None]
-"""A function from a choice and a device to the equivalent settings of another tool, or ``None``."""
+"""A function that returns the settings of another tool that are equivalent to a choice on a device.
+
+It returns ``None`` if the tool has no equivalent.
+"""
 
 
 def by_deepspeed(choice: Choice, device: Literal["cpu", "cuda"]) -> Exported:
@@ -156,14 +159,14 @@ class Technique(ABC):
         """
 
     def conflicts(self, choice: Choice, others: Choices, workload: Workload, setting: Setting) -> str | None:
-        """Return the reason why a choice cannot be combined with others, or ``None``.
+        """Return the reason why a choice cannot be combined with others; ``None`` if it can.
 
         It is also called without other choices, to find out whether the workload itself rules the choice out.
         """
         return self.excluded(others)
 
     def excluded(self, others: Choices) -> str | None:
-        """Return the reason why this technique excludes one of the other choices, or ``None``."""
+        """Return the reason why this technique excludes one of the other choices; ``None`` if it excludes none."""
         return next((self.excludes[one.technique] for one in others if one.technique in self.excludes), None)
 
     def precision_of(self, choice: Choice) -> Precision | None:
@@ -194,7 +197,7 @@ class Technique(ABC):
         return ""
 
     def exported(self, choice: Choice, tool: Tool, device: Literal["cpu", "cuda"]) -> Exported | None:
-        """Return the equivalent settings in another tool, or ``None`` if it has no equivalent."""
+        """Return the settings of another tool that are equivalent to a choice; ``None`` if it has no equivalent."""
         export = self.exports.get(tool)
         return export(choice, device) if export is not None else None
 

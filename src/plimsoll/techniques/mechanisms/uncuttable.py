@@ -42,10 +42,10 @@ class WholeBatch:
         self._counting = _counting_embeddings(model)
 
     def reason(self, *, also_idle: bool = False) -> Reason | None:
-        """Return the reason to keep a batch whole, if any.
+        """Return the reason to keep a batch whole; ``None`` if it may be split.
 
         Args:
-            also_idle: whether modules that are in evaluation mode now count too.
+            also_idle: whether to include modules that are in evaluation mode now.
         """
         if any(module.training or also_idle for module in self._batch_norms):
             return _BATCH_NORM
@@ -53,7 +53,7 @@ class WholeBatch:
 
 
 def counts_rows(model: nn.Module) -> Reason | None:
-    """Return the reason why a model's gradients depend on the other samples in a pass, if they do."""
+    """Return the reason why a model's gradients depend on the other samples in a pass; ``None`` if they do not."""
     return _COUNTED_ROWS if _are_trained(_counting_embeddings(model)) else None
 
 
