@@ -63,7 +63,7 @@ _PASSES_MEASURED = 8
 
 @dataclass
 class Workshop:
-    """Maker of smaller models from the original in ``folder``."""
+    """Maker of smaller models from the original in ``folder``. Each model is evaluated on the data of ``evidence``."""
 
     folder: Path
     evidence: Evidence
@@ -162,7 +162,7 @@ class Workshop:
 
         Args:
             folder: the folder of the model.
-            cost: the result of `measured`: the shape of its passes, and the memory that the process used before.
+            cost: the result of `measured`. Its batch shape, and the memory used before the passes, are read.
         """
         target = find_target("cpu", None, lambda: _known(cost.baseline_bytes))
         try:

@@ -44,7 +44,7 @@ def train_again(  # noqa: PLR0917 -- called once
     Args:
         job: the job with the data, the task and the optimizer.
         source: the model to train.
-        place: the folder for ``job.yaml`` and the run directory ``run``.
+        place: the folder in which ``job.yaml`` and the run directory ``run`` are created.
         cache: the cache folder for the tokenized data of the job.
         num_steps: the total number of steps, including steps before an interruption.
         budget_bytes: the memory budget of the training run's plan; ``None`` to train without a plan.

@@ -56,8 +56,9 @@ class ShrinkSource:
     """A model folder and its evaluation data: a job whose ``model`` is the folder, or texts for an embedding model.
 
     If the model is from a run directory, ``cache`` is that run's cache of tokenized data, and ``trained`` its record.
-    ``is_to_train`` is true if the user gave a job or a run. The peak memory of this training is then reported for each
-    model.
+    ``is_to_train`` is true if the user gave a job or a run. The peak memory of training each model is then reported.
+    ``data`` is the file of texts; `plimsoll.compression.evidence.TextEvidence` describes ``columns`` and
+    ``has_header``.
     """
 
     folder: Path

@@ -189,8 +189,8 @@ class _Shrinking:
     def _refuse_hopeless(self, target_bytes: int) -> None:
         """Refuse a target far below the reachable size, before any model is made.
 
-        Sizes are computed without making models. Chains are examined in the order of their estimated size, so a smaller
-        one may be missed, hence the margin. A target near the smallest size is left to the search.
+        Sizes are computed without making models. Chains are examined in the order of their estimated size, and not all
+        are examined. A smaller chain may be missed, so only targets far below the smallest size found are refused.
         """
         original_bytes = self.process.weight_bytes(())
         assert original_bytes is not None
@@ -281,9 +281,10 @@ class _Shrinking:
         raise self._unreached(target_bytes, *self._smallest(), more)
 
     def _smallest(self) -> tuple[int, str]:
-        """Return the file bytes and the name of the chain of the smallest estimated size that no method refuses.
+        """Return the size of the weight files and the name of a chain, for an error message.
 
-        If every examined chain is refused, return them for the smallest model made so far.
+        It is the chain with the smallest estimated size among those that no method refuses. If every examined chain is
+        refused, it is the chain of the smallest model made so far.
         """
         for guess in smallest(self._singles())[:_MOST_SIZED]:
             num_bytes = self._sized(guess.chain)
@@ -355,7 +356,10 @@ class _Shrinking:
         self._record(None, is_complete=False).save(self.work / SHRINK_RECORD)
 
     def _can_recover(self, chain: Chain) -> bool:
-        """Return whether the model of a chain can be trained: not if the chain only changes the bits of weights."""
+        """Return whether the model of a chain can be trained.
+
+        This needs a job. A model whose chain only changes the bits of weights, not their shapes, is not trained.
+        """
         return self.source.job is not None and not (chain and all(map(self._is_last, chain)))
 
     def _is_last(self, choice: Choice) -> bool:
@@ -413,7 +417,10 @@ class _Shrinking:
         return quality.model_copy(update={"loss": quality.loss + gain})
 
     def _loss_of(self, chain: Chain) -> float:
-        """Return the loss of a chain's model before training, over its own vocabulary; make the model if necessary."""
+        """Return the loss of a chain's model before recovery training, and make the model if necessary.
+
+        The loss is computed over the model's own vocabulary.
+        """
         place = self._place(chain)
         if not (place / "model.json").is_file():
             self._fresh(Source(folder=str(self.source.folder)), chain, place / "model")

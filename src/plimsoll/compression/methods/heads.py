@@ -25,7 +25,8 @@ from plimsoll.records.plan import Choice
 from plimsoll.weights.structure import keep, note, sizes_of
 
 Kept = Mapping[tuple[str, bool], Tensor]
-"""The indices to keep. A key is the name of a linear layer, and whether they index its inputs (or its outputs)."""
+"""The indices to keep in linear layers. A key is the name of a layer, and ``True`` for its inputs or ``False`` for its
+outputs."""
 
 
 class Heads(Shrinker):
@@ -76,7 +77,7 @@ class Heads(Shrinker):
 def kept_groups(
     model: nn.Module, attentions: list[Attention], num_kept: int, importance: str, calibration: Calibration
 ) -> Kept:
-    """Return the indices of the outputs or inputs that each attention layer keeps.
+    """Return the indices of the outputs or inputs that each linear layer of attention keeps.
 
     They belong to the ``num_kept`` most important groups of heads of each block.
     """
