@@ -151,7 +151,7 @@ def _attention(
 
 
 def _nearest_others(parent: str, known: set[str], linear: Sequence[str]) -> list[str]:
-    """Return the linear layers that are in ``parent``, but not in ``known``.
+    """Return the names of the linear layers that are in the module ``parent``, but not in ``known``.
 
     If there are no such layers, search the modules around ``parent`` from the inside out, but not the whole block.
     """

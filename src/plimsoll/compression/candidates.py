@@ -81,7 +81,7 @@ class Workshop:
         return tuple(found)
 
     def check(self, chain: Sequence[Choice]) -> None:
-        """Refuse a chain that is impossible for the original, by its configuration alone.
+        """Raise an error if the original's configuration shows that a chain is impossible.
 
         This reads neither weights nor texts, so a method may still refuse later because of their content.
 

@@ -170,9 +170,9 @@ def take_numbers(model: nn.Module, twin: nn.Module) -> None:
 
 
 def other_numbers(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield the numeric and tuple attributes of modules that differ in the twin.
+    """Yield the numeric and tuple attributes of modules whose value differs between the model and its twin.
 
-    Each has the name of the module, the name of the attribute, and the twin's value.
+    Each is yielded as the name of the module, the name of the attribute, and the twin's value.
     """
     theirs = dict(twin.named_modules())
     for name, module in model.named_modules():

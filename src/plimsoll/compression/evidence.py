@@ -73,7 +73,10 @@ class Evidence(Protocol):
         ...
 
     def calibration(self, tokenizer: Path | None) -> Calibration:
-        """Return the data that methods may read, tokenized by ``tokenizer``; ``None`` is the original's tokenizer."""
+        """Return the data that methods may read.
+
+        Texts are tokenized by the tokenizer in the folder ``tokenizer``; ``None`` is the original's tokenizer.
+        """
         ...
 
     def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:

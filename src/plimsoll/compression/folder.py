@@ -90,7 +90,7 @@ def drop_if_empty(work: Path) -> None:
 
 
 def _remove_model(out: Path) -> None:
-    """Remove only the files that `take` and the search have written."""
+    """Remove the work folder and the previous model: only files that the search and `take` have written to ``out``."""
     shutil.rmtree(out / WORK, ignore_errors=True)
     record = out / SHRINK_RECORD
     for pattern in _MODEL_FILES if record.is_file() else ():

@@ -69,7 +69,7 @@ def train_again(  # noqa: PLR0917 -- called once
 
 
 def cost_of(record: RunRecord, has_teacher: bool) -> TrainingCost:
-    """Return the peak memory and median step time of a run.
+    """Return the peak memory and median step time of a run, with a note whether it distilled from a teacher.
 
     The first step creates optimizer states, so its time is left out unless it is the only step.
     """

@@ -140,7 +140,7 @@ def _made_in(  # noqa: PLR0917 -- the arguments of `shrink`
 
 @dataclass
 class _Shrinking:
-    """The state of one search."""
+    """The state of one search: the models made and measured so far, and the chains whose model could not be made."""
 
     source: ShrinkSource
     options: ShrinkOptions
@@ -155,7 +155,10 @@ class _Shrinking:
     _failed: list[Unused] = field(default_factory=list)
 
     def run(self) -> tuple[ShrinkRecord, Path | None]:
-        """Try the given chain, or search; return the record, and the folder of the selected model, if any."""
+        """Make the model of the given chain, or search for a chain.
+
+        Return the record, and the folder of the selected model; ``None`` if no model is selected.
+        """
         self.say(f"checking which of {len(METHODS)} methods apply to {self.source.folder}")
         offers = self.process.offers()
         self._offers = tuple(one for one in offers if one.method not in self.options.forbids)

@@ -187,7 +187,7 @@ def _plain(chain: Chain) -> list[dict[str, Any]]:
 
 
 def _raise(answer: dict[str, Any]) -> NoReturn:
-    """Raise the error that an answer describes, in the same class."""
+    """Raise the error that an answer of the worker describes, as an instance of the same class."""
     kind: Any = getattr(errors, answer["error"], InputError)
     number = (answer["exit_code"] - 128,) if issubclass(kind, KilledError) else ()
     raise kind(answer["message"], *number)
