@@ -76,7 +76,8 @@ RESULT_FIELDS = frozenset({
 class RowProgress(Protocol):
     """A progress callback.
 
-    It gets the bytes read of the file, the size of the file, and the rows and tokens computed by this process.
+    It gets the bytes of the input file read so far, the size of this file, and the rows and tokens computed by this
+    process.
     """
 
     def __call__(self, done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
