@@ -172,7 +172,10 @@ def _made_class(model_class: Any) -> type[PreTrainedModel]:
 
 @contextmanager
 def _all_ties_told(model: Any) -> Iterator[None]:
-    """Show transformers all names of each tied weight, so that it saves the weight once."""
+    """Declare all names of each tied weight to transformers inside the ``with`` block.
+
+    A model that is saved in the block stores each tied weight once.
+    """
     model._tied_weights_keys = {f"^{re.escape(name)}$": source for name, source in model.all_tied_weights_keys.items()}
     try:
         yield
@@ -203,10 +206,11 @@ def _refuse_cpu(model: Any) -> None:
 def marked(fields: Mapping[str, Any], number_of_layers: str) -> dict[str, Any]:
     """Return the fields of a configuration file, changed so that transformers cannot load a plain model from it.
 
-    Without the code in the folder, the Auto classes do not know the ``model_type``, and their error names the required
-    argument. A class that is called by name (``BertModel.from_pretrained``) accepts any ``model_type`` with a warning,
-    and would initialize missing weights randomly. The number of layers is therefore replaced by a text that explains
-    how to load the model. The configuration rejects it, and the error shows the text.
+    If the code in the folder is not allowed to run, the Auto classes do not know the ``model_type``. Their error names
+    the required argument (``trust_remote_code``). A class that is called by name (``BertModel.from_pretrained``)
+    accepts any ``model_type`` with a warning, and would initialize missing weights randomly. The number of layers is
+    therefore replaced by a text that explains how to load the model. The configuration class rejects the text, and its
+    error shows it.
 
     Args:
         fields: the content of a config.json.

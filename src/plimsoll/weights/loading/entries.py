@@ -38,7 +38,7 @@ Report = Callable[[int], None]
 
 
 def _unheard(num_bytes: int) -> None:
-    """Ignore the progress."""
+    """Ignore the number of bytes that were read: the default for callers that show no progress."""
 
 
 class WeightFile:
