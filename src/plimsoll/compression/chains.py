@@ -1,5 +1,6 @@
-"""Selection of the chains of choices that are tried, by an estimate from the measured effect of each choice alone.
+"""Selection of the chains that a search tries, by an estimate from the measured effect of each choice alone.
 
+A choice is a compression method with values of its options. A chain is a sequence of choices for one model.
 Each choice alone was measured: it multiplied the weight bytes by a factor, and raised the loss by a difference. The
 estimate for a chain is the product of the factors and the sum of the differences. A negative difference counts as zero.
 The estimate only orders the chains. It is wrong for methods that interact: heads and hidden size remove the same

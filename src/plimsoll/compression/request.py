@@ -89,7 +89,8 @@ class ShrinkSource:
 def decisive(source: ShrinkSource, options: ShrinkOptions) -> dict[str, Any]:
     """Return, as JSON values, the inputs and options on which the model of a chain depends.
 
-    Options that only select chains, such as the target, are not included.
+    If they are equal, a later command can use the models of an interrupted one. Options that only select chains, such
+    as the target, are not included.
     """
     model = sorted(path for path in source.folder.iterdir() if path.is_file())
     data = [] if source.data is None else [source.data]

@@ -265,7 +265,11 @@ class _Shrinking:
         self.progress(_ALONE, len(chains), len(chains))
 
     def _search(self) -> int:
-        """Make the most promising chains, and return the index of the best model under the target."""
+        """Make the models of the most promising chains, and return the index of the best model under the target.
+
+        Raises:
+            InputError: if no model is under the target.
+        """
         target_bytes = self.options.target_bytes
         assert target_bytes is not None
         taken = self._chains(target_bytes)

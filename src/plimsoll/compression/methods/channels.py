@@ -88,6 +88,7 @@ class Channels(Shrinker):
 def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Module, list[FeedForward]] | str:
     """Return the changed fields of the configuration, the twin, and the cuts of each block.
 
+    The twin is the model with the changed configuration; see `plimsoll.compression.changed_config`.
     If channels cannot be removed, return a sentence with the reason.
     """
     widths = widths_of(getattr(model, "config", None))

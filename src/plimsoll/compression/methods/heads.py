@@ -101,6 +101,7 @@ def _plain(
 ) -> tuple[Mapping[str, Any], nn.Module, tuple[Cut, ...]] | None:
     """Return the changed fields of the configuration, the twin and the cuts for ``num_kept`` groups of heads.
 
+    The twin is the model with the changed configuration; see `plimsoll.compression.changed_config`.
     Return ``None`` if the configuration cannot express this number of groups.
     """
     config: Any = model.config

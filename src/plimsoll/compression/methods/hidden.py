@@ -36,6 +36,7 @@ the two. The field is then set to the new hidden size, too."""
 class Narrowing:
     """The changes for a smaller hidden size: changed fields of the configuration, the twin, and two kinds of cuts.
 
+    The twin is the model with the changed configuration; see `plimsoll.compression.changed_config`.
     ``inner`` cuts remove whole heads, so that ``num_groups`` groups remain in each block. They are empty if attention
     keeps its heads. ``residual`` cuts remove dimensions of the vectors between the layers.
     """
