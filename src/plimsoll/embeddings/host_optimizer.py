@@ -124,7 +124,7 @@ def _as_large(state_1D: Tensor, table: HostEmbedding) -> Tensor:
 def _write_into(kept: dict[nn.Parameter, dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """Copy the states that ``optimizer`` has loaded into its original states ``kept``, and use these again.
 
-    The states ``kept`` are stored where the tables are; loaded states are in ordinary memory.
+    The states ``kept`` are stored where the tables are; the loaded states are other tensors.
     """
     for weight, states in kept.items():
         loaded = optimizer.state[weight]
