@@ -37,7 +37,8 @@ class Attention:
 
     ``parent`` is the name of the module that holds the query, key and value layers. ``writers`` are the names of these
     layers by role (the keys of `_ROLES`), and ``reader`` is the name of the output projection. A group is removed as
-    a whole: it is a head, or several query heads that share keys and values.
+    a whole: it is a head, or several query heads that share keys and values. There are ``num_groups`` groups of
+    ``heads_per_group`` query heads, each with ``head_width`` features.
     """
 
     parent: str
@@ -69,7 +70,10 @@ class Attention:
         return keys
 
     def value_rows(self) -> tuple[str, Tensor]:
-        """Return the name of the layer that computes the values, and the indices of these outputs, group by group."""
+        """Return the name of the layer that computes the values, and the indices of the values in its outputs.
+
+        The indices are ordered by group.
+        """
         width, num_rows = self.head_width, self.num_groups * self.head_width
         for role in ("value", "joined", "by head"):
             if role in self.writers:
@@ -147,7 +151,7 @@ def _attention(
 
 
 def _nearest_others(parent: str, known: set[str], linear: Sequence[str]) -> list[str]:
-    """Return the linear layers that are in ``parent``, but not in ``known``.
+    """Return the names of the linear layers that are in the module ``parent``, but not in ``known``.
 
     If there are no such layers, search the modules around ``parent`` from the inside out, but not the whole block.
     """

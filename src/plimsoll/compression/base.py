@@ -36,7 +36,10 @@ _NEEDS: dict[tuple[str, Value | None], Need] = {
     ("importance", "activation"): "batches",
     ("aware", True): "batches",
 }
-"""The kind of data that a value of an option needs. Other values of ``importance`` use only the weights."""
+"""The kind of user data that a method needs if an option (the first of each key) has a value (the second).
+
+Other values of these options need only the weights.
+"""
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ _PASSES_MEASURED = 8
 
 @dataclass
 class Workshop:
-    """Maker of smaller models from the original in ``folder``."""
+    """Maker of smaller models from the original in ``folder``. Each model is evaluated on the data of ``evidence``."""
 
     folder: Path
     evidence: Evidence
@@ -81,7 +81,7 @@ class Workshop:
         return tuple(found)
 
     def check(self, chain: Sequence[Choice]) -> None:
-        """Refuse a chain that is impossible for the original, by its configuration alone.
+        """Raise an error if the original's configuration shows that a chain is impossible.
 
         This reads neither weights nor texts, so a method may still refuse later because of their content.
 
@@ -162,7 +162,7 @@ class Workshop:
 
         Args:
             folder: the folder of the model.
-            cost: the result of `measured`: the shape of its passes, and the memory that the process used before.
+            cost: the result of `measured`. Its batch shape, and the memory used before the passes, are read.
         """
         target = find_target("cpu", None, lambda: _known(cost.baseline_bytes))
         try:

@@ -1,10 +1,11 @@
-"""Selection of the chains of choices that are tried, by an estimate from the measured effect of each choice alone.
+"""Selection of the chains that a search tries, by an estimate from the measured effect of each choice alone.
 
+A choice is a compression method with values of its options. A chain is a sequence of choices for one model.
 Each choice alone was measured: it multiplied the weight bytes by a factor, and raised the loss by a difference. The
-estimate for a chain is the product of the factors and the sum of the differences, of which negative ones count as zero.
-It only orders the chains. It is wrong for methods that interact: heads and hidden size remove the same weights, and
-int8 and int4 exclude each other. So every selected chain is applied to the model, and the result is measured. A chain
-has at most one choice per method, in the order of the registry.
+estimate for a chain is the product of the factors and the sum of the differences. A negative difference counts as zero.
+The estimate only orders the chains. It is wrong for methods that interact: heads and hidden size remove the same
+weights, and int8 and int4 exclude each other. So every selected chain is applied to the model, and the result is
+measured. A chain has at most one choice per method, in the order of the registry.
 
 Does NOT estimate the effect of recovery training.
 """
@@ -97,7 +98,10 @@ def _combinations(singles: Sequence[Single], most: int) -> Iterator[list[Single]
 
 
 def _is_least(parts: Sequence[Single], most_share: float) -> bool:
-    """Return whether a chain may leave at most ``most_share`` of the bytes, and may need all its choices for this."""
+    """Return whether a chain may fit ``most_share`` of the weight bytes, and may exceed it without any one choice.
+
+    Both are tested with the error margin of the estimate.
+    """
     shares = [one.share for one in parts]
     whole = math.prod(shares)
     return whole <= most_share * _WRONG_BY and all(whole / share > most_share / _WRONG_BY for share in shares)

@@ -26,7 +26,7 @@ from plimsoll.weights.structure import class_for
 # device. It changes neither the configuration nor the sizes that modules store as attributes.
 
 _POSITIONS = frozenset({"layer_idx", "layer_id", "layer_number"})
-"""Attributes with the index of a layer, for caches and messages."""
+"""Names of module attributes that hold the index of the layer. Caches and messages use this index."""
 
 
 class Cut(NamedTuple):
@@ -170,9 +170,9 @@ def take_numbers(model: nn.Module, twin: nn.Module) -> None:
 
 
 def other_numbers(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield the numeric and tuple attributes of modules that differ in the twin.
+    """Yield the numeric and tuple attributes of modules whose value differs between the model and its twin.
 
-    Each has the name of the module, the name of the attribute, and the twin's value.
+    Each is yielded as the name of the module, the name of the attribute, and the twin's value.
     """
     theirs = dict(twin.named_modules())
     for name, module in model.named_modules():
@@ -183,7 +183,7 @@ def other_numbers(model: nn.Module, twin: nn.Module) -> Iterator[tuple[str, str,
 
 
 def is_place(attribute: str) -> bool:
-    """Return whether an attribute has the index of its layer among all layers, such as ``layer_idx``."""
+    """Return whether a module attribute of this name holds the index of the layer, such as ``layer_idx``."""
     return attribute in _POSITIONS
 
 
@@ -202,7 +202,7 @@ def take_fields(model: nn.Module, fields: Mapping[str, Any]) -> None:
 
 
 def checked(found: Any) -> Any:
-    """Return a result, or raise an error if it is a sentence on why the operation is impossible.
+    """Return ``found``, the result of an operation, or raise an error if it is a sentence on why the operation failed.
 
     Raises:
         WeightsError: if ``found`` is a string; the message contains it.

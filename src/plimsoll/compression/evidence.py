@@ -73,7 +73,10 @@ class Evidence(Protocol):
         ...
 
     def calibration(self, tokenizer: Path | None) -> Calibration:
-        """Return the data that methods may read, tokenized by ``tokenizer``; ``None`` is the original's tokenizer."""
+        """Return the data that methods may read.
+
+        Texts are tokenized by the tokenizer in the folder ``tokenizer``; ``None`` is the original's tokenizer.
+        """
         ...
 
     def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
@@ -129,7 +132,10 @@ class JobEvidence:
         return None
 
     def job_for(self, folder: Path, tokenizer: Path | None) -> Job:
-        """Return the job for the model in ``folder``, with the tokenizer in ``tokenizer``; ``None`` keeps the job's."""
+        """Return the job with the model in ``folder`` in place of the original.
+
+        ``tokenizer`` is the folder of the model's tokenizer; ``None`` keeps the tokenizer of the job.
+        """
         changes: dict[str, Any] = {"model": str(folder)}
         if tokenizer is not None:
             changes["tokenizer"] = TokenizerSource(path=str(tokenizer))
@@ -286,7 +292,10 @@ class TextEvidence:
         return Calibration(batches, counts)
 
     def quality(self, model: nn.Module, tokenizer: Path | None) -> Quality:
-        """See `Evidence.quality`: the mean cosine with the vectors of the original, and as loss one minus this mean."""
+        """See `Evidence.quality`.
+
+        The quality is the mean cosine similarity to the original's vectors, and the loss is one minus this mean.
+        """
         if self._vectors_ND is None:
             self._vectors_ND = self._embedded(self.load(self.model, None), None)
         vectors_ND = self._embedded(model, tokenizer)

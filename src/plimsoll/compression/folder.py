@@ -29,11 +29,11 @@ _MODEL_FILES = (
 
 
 def opened(out: Path, asked: Any, force: bool) -> Path:
-    """Return the work folder in ``out``: a new one, or the existing one if the same command was interrupted.
+    """Return the work folder in ``out``: a new one, or the folder of an interrupted command with equal ``asked``.
 
     Args:
         out: the folder for the model.
-        asked: the JSON values that identify the command. Work files of a command with other values are refused.
+        asked: the JSON values on which the models in the work folder depend. A folder with other values is refused.
         force: remove previous results of ``plimsoll shrink`` first.
 
     Raises:
@@ -90,7 +90,7 @@ def drop_if_empty(work: Path) -> None:
 
 
 def _remove_model(out: Path) -> None:
-    """Remove only the files that `take` and the search have written."""
+    """Remove the work folder and the previous model: only files that the search and `take` have written to ``out``."""
     shutil.rmtree(out / WORK, ignore_errors=True)
     record = out / SHRINK_RECORD
     for pattern in _MODEL_FILES if record.is_file() else ():

@@ -44,7 +44,7 @@ def train_again(  # noqa: PLR0917 -- called once
     Args:
         job: the job with the data, the task and the optimizer.
         source: the model to train.
-        place: the folder for ``job.yaml`` and the run directory ``run``.
+        place: the folder in which ``job.yaml`` and the run directory ``run`` are created.
         cache: the cache folder for the tokenized data of the job.
         num_steps: the total number of steps, including steps before an interruption.
         budget_bytes: the memory budget of the training run's plan; ``None`` to train without a plan.
@@ -69,7 +69,7 @@ def train_again(  # noqa: PLR0917 -- called once
 
 
 def cost_of(record: RunRecord, has_teacher: bool) -> TrainingCost:
-    """Return the peak memory and median step time of a run.
+    """Return the peak memory and median step time of a run, with a note whether it distilled from a teacher.
 
     The first step creates optimizer states, so its time is left out unless it is the only step.
     """

@@ -56,8 +56,9 @@ class ShrinkSource:
     """A model folder and its evaluation data: a job whose ``model`` is the folder, or texts for an embedding model.
 
     If the model is from a run directory, ``cache`` is that run's cache of tokenized data, and ``trained`` its record.
-    ``is_to_train`` is true if the user gave a job or a run. The peak memory of this training is then reported for each
-    model.
+    ``is_to_train`` is true if the user gave a job or a run. The peak memory of training each model is then reported.
+    ``data`` is the file of texts; `plimsoll.compression.evidence.TextEvidence` describes ``columns`` and
+    ``has_header``.
     """
 
     folder: Path
@@ -88,7 +89,8 @@ class ShrinkSource:
 def decisive(source: ShrinkSource, options: ShrinkOptions) -> dict[str, Any]:
     """Return, as JSON values, the inputs and options on which the model of a chain depends.
 
-    Options that only select chains, such as the target, are not included.
+    If they are equal, a later command can use the models of an interrupted one. Options that only select chains, such
+    as the target, are not included.
     """
     model = sorted(path for path in source.folder.iterdir() if path.is_file())
     data = [] if source.data is None else [source.data]

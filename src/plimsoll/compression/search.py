@@ -140,7 +140,7 @@ def _made_in(  # noqa: PLR0917 -- the arguments of `shrink`
 
 @dataclass
 class _Shrinking:
-    """The state of one search."""
+    """The state of one search: the models made and measured so far, and the chains whose model could not be made."""
 
     source: ShrinkSource
     options: ShrinkOptions
@@ -155,7 +155,10 @@ class _Shrinking:
     _failed: list[Unused] = field(default_factory=list)
 
     def run(self) -> tuple[ShrinkRecord, Path | None]:
-        """Try the given chain, or search; return the record, and the folder of the selected model, if any."""
+        """Make the model of the given chain, or search for a chain.
+
+        Return the record, and the folder of the selected model; ``None`` if no model is selected.
+        """
         self.say(f"checking which of {len(METHODS)} methods apply to {self.source.folder}")
         offers = self.process.offers()
         self._offers = tuple(one for one in offers if one.method not in self.options.forbids)
@@ -189,8 +192,8 @@ class _Shrinking:
     def _refuse_hopeless(self, target_bytes: int) -> None:
         """Refuse a target far below the reachable size, before any model is made.
 
-        Sizes are computed without making models. Chains are examined in the order of their estimated size, so a smaller
-        one may be missed, hence the margin. A target near the smallest size is left to the search.
+        Sizes are computed without making models. Chains are examined in the order of their estimated size, and not all
+        are examined. A smaller chain may be missed, so only targets far below the smallest size found are refused.
         """
         original_bytes = self.process.weight_bytes(())
         assert original_bytes is not None
@@ -262,7 +265,11 @@ class _Shrinking:
         self.progress(_ALONE, len(chains), len(chains))
 
     def _search(self) -> int:
-        """Make the most promising chains, and return the index of the best model under the target."""
+        """Make the models of the most promising chains, and return the index of the best model under the target.
+
+        Raises:
+            InputError: if no model is under the target.
+        """
         target_bytes = self.options.target_bytes
         assert target_bytes is not None
         taken = self._chains(target_bytes)
@@ -281,9 +288,10 @@ class _Shrinking:
         raise self._unreached(target_bytes, *self._smallest(), more)
 
     def _smallest(self) -> tuple[int, str]:
-        """Return the file bytes and the name of the chain of the smallest estimated size that no method refuses.
+        """Return the size of the weight files and the name of a chain, for an error message.
 
-        If every examined chain is refused, return them for the smallest model made so far.
+        It is the chain with the smallest estimated size among those that no method refuses. If every examined chain is
+        refused, it is the chain of the smallest model made so far.
         """
         for guess in smallest(self._singles())[:_MOST_SIZED]:
             num_bytes = self._sized(guess.chain)
@@ -355,7 +363,10 @@ class _Shrinking:
         self._record(None, is_complete=False).save(self.work / SHRINK_RECORD)
 
     def _can_recover(self, chain: Chain) -> bool:
-        """Return whether the model of a chain can be trained: not if the chain only changes the bits of weights."""
+        """Return whether the model of a chain can be trained.
+
+        This needs a job. A model whose chain only changes the bits of weights, not their shapes, is not trained.
+        """
         return self.source.job is not None and not (chain and all(map(self._is_last, chain)))
 
     def _is_last(self, choice: Choice) -> bool:
@@ -413,7 +424,10 @@ class _Shrinking:
         return quality.model_copy(update={"loss": quality.loss + gain})
 
     def _loss_of(self, chain: Chain) -> float:
-        """Return the loss of a chain's model before training, over its own vocabulary; make the model if necessary."""
+        """Return the loss of a chain's model before recovery training, and make the model if necessary.
+
+        The loss is computed over the model's own vocabulary.
+        """
         place = self._place(chain)
         if not (place / "model.json").is_file():
             self._fresh(Source(folder=str(self.source.folder)), chain, place / "model")

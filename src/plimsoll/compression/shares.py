@@ -1,4 +1,4 @@
-"""The options ``share`` and ``importance``, which several methods have."""
+"""Values of the options ``share`` and ``importance``, which several compression methods have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from plimsoll.records.shrink import SHARE, options_of
 
 
 def share_of(choice: Choice) -> float:
-    """Return the share (0 to 1) of parts that a choice removes; the default if the choice does not set it."""
+    """Return the share (0 to 1) of parts, such as heads or channels, that a choice removes.
+
+    If the choice does not set it, return the default.
+    """
     share: Any = options_of(choice)["share"]
     return float(SHARE if share is None else share)
 
@@ -25,7 +28,10 @@ def num_removed(num_parts: int, share: float) -> int:
 
 
 def removal_fault(what: str, num_parts: int, share: float) -> str | None:
-    """Return a sentence if a share removes no part or all parts; else ``None``. ``what`` names the parts."""
+    """Return an error message if a share would remove no part or all parts; else ``None``.
+
+    ``what`` names the parts in the message, such as ``heads``.
+    """
     removed = num_removed(num_parts, share)
     if 0 < removed < num_parts:
         return None

@@ -102,7 +102,10 @@ def _check_numbers(text: str, before: Mapping[str, Any], kept: list[int]) -> Non
 
 
 def _steps_of_bpe(tokenizer: Mapping[str, Any], ids: Mapping[str, int], kept: list[str]) -> set[int]:
-    """Return the ids of all tokens from which BPE merges ``kept``, and of all bytes if the tokenizer is byte-level."""
+    """Return the ids of the tokens that BPE creates and merges on the way to each token of ``kept``.
+
+    If the tokenizer is byte-level, the ids of all bytes are included.
+    """
     model = tokenizer["model"]
     prefix = model.get("continuing_subword_prefix") or ""
     ranks = {_pair(merge): rank for rank, merge in enumerate(model["merges"])}

@@ -1,7 +1,8 @@
-"""The worker process that makes smaller models, and its client. A question and an answer are each one line of JSON.
+"""The worker process that makes smaller models, and its client.
 
-The worker imports torch and holds the weights. The client does neither, and survives if the worker is killed. A
-question has the name of a function of `plimsoll.compression.candidates.answers_of`, and its arguments.
+The worker imports torch and holds the weights. The client does neither, and survives if the worker is killed. The
+client sends questions: each names a function of `plimsoll.compression.candidates.answers_of` and gives its arguments.
+The worker answers with the result. A question and an answer are each one line of JSON.
 
 Does NOT make two models at once.
 """
@@ -186,7 +187,7 @@ def _plain(chain: Chain) -> list[dict[str, Any]]:
 
 
 def _raise(answer: dict[str, Any]) -> NoReturn:
-    """Raise the error that an answer describes, in the same class."""
+    """Raise the error that an answer of the worker describes, as an instance of the same class."""
     kind: Any = getattr(errors, answer["error"], InputError)
     number = (answer["exit_code"] - 128,) if issubclass(kind, KilledError) else ()
     raise kind(answer["message"], *number)

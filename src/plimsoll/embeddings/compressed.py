@@ -146,7 +146,10 @@ def low_rank(vectors: Subset | nn.Embedding | NDArray[Any], rank: int) -> tuple[
 
 
 def _rows_of(vectors: Subset | nn.Embedding | NDArray[Any]) -> tuple[NDArray[Any], int | None, int]:
-    """Return the vectors (V, D), the index of the padding row if any, and the bytes of the uncompressed vectors."""
+    """Return the vectors (V, D), the index of the padding row, and the bytes of the uncompressed vectors.
+
+    The index is ``None`` if the vectors have no padding row.
+    """
     if isinstance(vectors, nn.Embedding):
         rows, padding_idx = vectors.weight.detach().cpu().float().numpy(), vectors.padding_idx
         num_bytes = vectors.weight.nbytes

@@ -174,7 +174,7 @@ def _write(table: Table, folder: Path, output: Path) -> None:
 
 
 def _rows(table: Table) -> Iterator[tuple[list[bytes], NDArray[Any]]]:
-    """Yield the words and vectors of a table in blocks, without rows that have no vector from the file."""
+    """Yield in blocks the words and vectors of those rows of a table whose vector is from the original file."""
     words = table.raw_words()
     for begin in range(0, len(words), _BLOCK_ROWS):
         rows = begin + np.flatnonzero(table.found[begin : begin + _BLOCK_ROWS] < MISSING)

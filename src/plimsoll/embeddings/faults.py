@@ -24,7 +24,7 @@ _NAMES: dict[FaultKind, str] = {
 
 
 class FaultList:
-    """The faults of a file, collected part by part. In strict mode, the first fault raises an error.
+    """The faults of a file of word vectors, which is read in parts. In strict mode, the first fault raises an error.
 
     Attributes:
         num_entries: number of words in the parts read so far, including faulty and repeated ones.

@@ -50,6 +50,7 @@ class HostEmbedding(nn.Module):
         num_embeddings: the number of rows, at least 1.
         embedding_dim: the numbers per row, at least 1.
         padding_idx: the row that is initialized to zeros and gets no gradient; a negative index counts from the end.
+            ``None``: no such row.
         path: the file for the table. An existing file is opened unchanged. ``None``: keep the table in memory.
         dtype: data type of the table, such as ``torch.float16`` or ``"fp16"``; default: torch's default type.
         initialize: function that initializes a block of rows (rows, D) in place; not called for an existing file.
@@ -99,7 +100,7 @@ class HostEmbedding(nn.Module):
             trainable: whether the table is trained. If it is, the rows are copied, so that ``rows`` does not change. A
                 frozen table without a ``path`` shares the memory of ``rows``. If ``rows`` is a file opened for reading,
                 later writes (by ``load_state_dict``) go to private memory.
-            padding_idx: the row that gets no gradient; a negative index counts from the end.
+            padding_idx: the row that gets no gradient; a negative index counts from the end. ``None``: no such row.
             path: a new file for a copy of the rows; ``None``: keep them in memory.
 
         Raises:
@@ -140,7 +141,7 @@ class HostEmbedding(nn.Module):
 
         Args:
             ids: integers of any shape.
-            optimizer: an optimizer whose states of these rows are read, too.
+            optimizer: an optimizer whose states for these rows are read, too; ``None``: read only the rows.
 
         Raises:
             IndexError: if an id is not a row of the table.
@@ -169,7 +170,7 @@ class HostEmbedding(nn.Module):
             loader: an iterable of batches.
             ids: function that returns the ids that a batch will look up.
             ahead: number of batches to read ahead, at least 1.
-            optimizer: an optimizer whose states of these rows are read, too.
+            optimizer: an optimizer whose states for these rows are read, too; ``None``: read only the rows.
 
         Raises:
             InputError: if ``ahead`` is less than 1.
@@ -260,9 +261,9 @@ def _summed_on_device(positions: Tensor, num_rows: int, gradient_KD: Tensor) -> 
 
 
 def _coalesce_gradient(weight_ND: Tensor) -> None:
-    """Coalesce the gradient of the table, since a sum of several gradients repeats ids.
+    """Coalesce the gradient of the table, in which a sum of several gradients repeats ids.
 
-    Autograd also drops the flag of a coalesced gradient.
+    A single gradient is coalesced, too, because autograd drops the flag that marks it as coalesced.
     """
     assert weight_ND.grad is not None
     weight_ND.grad = weight_ND.grad.coalesce()

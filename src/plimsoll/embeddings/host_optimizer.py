@@ -96,7 +96,10 @@ def _refuse_momentum(optimizer: torch.optim.Optimizer, table_of: dict[nn.Paramet
 
 
 def _states(optimizer: torch.optim.Optimizer, twin: nn.Parameter, table: HostEmbedding) -> dict[str, Any]:
-    """Return the states of a table, whose rows all have the values of the states of its one-row twin."""
+    """Return the optimizer states of a table, with initial values from the states of its twin of one row.
+
+    A state with one value per weight becomes as large as the table. Each of its rows has the values of the twin's row.
+    """
     states = optimizer.state.pop(twin, {})
     if isinstance(optimizer, torch.optim.SparseAdam):  # SparseAdam creates its states in the first step
         states = {"step": 0, "exp_avg": torch.zeros_like(twin), "exp_avg_sq": torch.zeros_like(twin)}
@@ -119,9 +122,9 @@ def _as_large(state_1D: Tensor, table: HostEmbedding) -> Tensor:
 
 @torch.no_grad()
 def _write_into(kept: dict[nn.Parameter, dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Copy the states that ``optimizer`` has loaded into the states ``kept``, which then replace them.
+    """Copy the states that ``optimizer`` has loaded into its original states ``kept``, and use these again.
 
-    The states in ``kept`` were created with the optimizer, and are stored where the tables are.
+    The states ``kept`` are stored where the tables are; the loaded states are other tensors.
     """
     for weight, states in kept.items():
         loaded = optimizer.state[weight]

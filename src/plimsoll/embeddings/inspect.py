@@ -21,7 +21,7 @@ _SHOWN_WORDS = 8
 
 
 def every_row(block: Block) -> tuple[NDArray[np.int64], Rows]:
-    """Parse all vectors of a block, and return the indexes of their words in ``block.words``, and the vectors."""
+    """Parse all vectors in a part of a file. Return the indexes of their words in ``block.words``, and the vectors."""
     indexes = np.arange(len(block.words))
     return indexes, block.rows(indexes)
 

@@ -126,7 +126,7 @@ def read_parts(
 
 Work = Callable[[Callable[[], Block]], tuple[Block, Result]]
 _INHERITED: dict[str, Any] = {}
-"""State of a forked process: the parts, and the function to call with each."""
+"""State of a forked process: the parts of the file (``parts``), and the function to call with each (``work``)."""
 
 
 def _begin(parts: list[Callable[[], Block]], work: Work[Any]) -> None:

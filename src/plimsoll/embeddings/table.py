@@ -72,7 +72,7 @@ def create_table(path: Path, words: Sequence[str | None], dimension: int, precis
     """Create the file of a table with these words, and map it for writing. All vectors are zero.
 
     Raises:
-        OSError: if the disk is full. All blocks are allocated at once.
+        OSError: if the disk is full. The disk space of the whole file is allocated here.
     """
     raw = [_NO_WORD if word is None else word.encode("utf-8", "surrogatepass") for word in words]
     ends = np.cumsum([0, *map(len, raw)], dtype=np.int64)[1:]
@@ -88,7 +88,7 @@ def create_table(path: Path, words: Sequence[str | None], dimension: int, precis
 
 
 class TableWriter:
-    """A context manager that writes a table with an unknown number of words.
+    """A context manager that writes a table whose number of words is not known in advance.
 
     Raises:
         OSError: if the disk is full.
@@ -121,7 +121,9 @@ class TableWriter:
 
 
 def open_table(path: Path, access: Access = "read") -> Table:
-    """Map a table: to read, to write to its file, or to write private changes (``copy``).
+    """Map the file of a table.
+
+    ``access`` is ``read``, ``write`` (changes are written to the file) or ``copy`` (changes stay in private memory).
 
     Raises:
         EmbeddingError: if the file is incomplete, or not a table of Plimsoll.

@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 EXACT, LOWER, CAPITALISED, BUILT, MISSING, NO_WORD, PADDING = range(7)
 """The source of a row's vector.
 
-`EXACT`, `LOWER` and `CAPITALISED`: the vector of this form of the word. `BUILT`: the n-grams of the word. The file is
-not the source of other rows. `MISSING`: it has no form of the word. `NO_WORD`: the row has no word. `PADDING`: zeros.
+`EXACT`, `LOWER` and `CAPITALISED`: the file's vector of the word as written, in lower case, or capitalised. `BUILT`: a
+vector made from the n-grams of the word. The vectors of other rows are not from the file. `MISSING`: the file has no
+form of the word. `NO_WORD`: the row has no word. `PADDING`: the row stays zero.
 """
 _FORMS = 3  # the number of forms of a word: EXACT, LOWER and CAPITALISED
 
 
 class Pairs(NamedTuple):
-    """Rows, and the words of a block that they take: ``rows[i]`` takes the word with the index ``indexes[i]``.
+    """Rows, and the words that they take from a part of the file: ``rows[i]`` takes the word ``indexes[i]``.
 
     ``refused`` are the indexes of words that a row would have taken if their vector were valid. ``again`` are words
     that had already occurred in the file.
@@ -69,7 +70,7 @@ class Wanted:
         return self._keys.keys()
 
     def _takers(self, word: bytes) -> list[tuple[int, int]]:
-        """Return the rows that would take a word now, each with the word's form for that row."""
+        """Return the rows that would take a word now, each with the form (such as `LOWER`) that the word is for it."""
         codes = self._keys.get(word, [])
         pairs = (divmod(code, _FORMS) for code in (codes if isinstance(codes, list) else [codes]))
         return [(row, form) for row, form in pairs if form < self.state[row] < NO_WORD]
@@ -79,10 +80,10 @@ class Wanted:
         return np.array([index for index, word in enumerate(words) if self._takers(word)], np.int64)
 
     def give(self, words: Sequence[bytes], is_usable: NDArray[np.bool_]) -> Pairs:
-        """Assign the words of a block, in file order, to the rows that take them.
+        """Assign the words of a part of the file, in file order, to the rows that take them.
 
         Args:
-            words: the words of the block.
+            words: the words of the part.
             is_usable: whether each word has a valid vector, (words,). A word without one is not assigned, so that a
                 later occurrence can be.
         """

@@ -30,7 +30,8 @@ class WantedWords:
         changes: settings for reading a corpus, each as ``field.name=value``.
         min_count: leave out words of a corpus that are used less often.
         max_words: keep at most this number of words of a corpus, the most frequent ones; ``None``: all.
-        padding: the word whose row is zeros; ``None``: the tokenizer's padding token, or an added row for a corpus.
+        padding: the word whose row is zeros. ``None``: a tokenizer's padding token, ``<pad>`` for a corpus, no word for
+            a vocabulary file.
     """
 
     vocabulary: Path | None = None

@@ -61,7 +61,7 @@ _TOKENS_PER_PASS = {"cpu": 4 << 10, "cuda": 32 << 10}
 _ROWS_PER_PASS = 256
 _BLOCK_ROWS = 4096
 _BLOCK_BYTES_PER_TOKEN = 128
-"""Size of the texts in a block, in characters, per token of a pass. A block is about 32 passes, of which the
+"""Characters of text in a block of rows, for each token of a pass. A block then takes about 32 passes, and only the
 last few are not full."""
 
 _FAULTS_KEPT = 5
@@ -76,7 +76,8 @@ RESULT_FIELDS = frozenset({
 class RowProgress(Protocol):
     """A progress callback.
 
-    It gets the bytes read of the file, the size of the file, and the rows and tokens computed by this process.
+    It gets the bytes of the input file read so far, the size of this file, and the rows and tokens computed by this
+    process.
     """
 
     def __call__(self, done_bytes: int, total_bytes: int, num_rows: int, num_tokens: int) -> None:
@@ -102,7 +103,7 @@ class ApplyOptions:
         adapters: folders of LoRA adapters to merge into the weights; a model with adapters is not planned either.
         limit_bytes: the budget in bytes; ``None``: no limit.
         has_header: whether the first row of a csv file has column names; ``None``: see `plimsoll.data.formats.Reading`.
-        is_strict: whether the first unusable row raises an error.
+        is_strict: whether the first unusable row raises an error; otherwise the result of such a row is the reason.
         generation: options for the task ``generate``; ``None`` for other tasks.
     """
 
@@ -250,7 +251,7 @@ class _Applying:
         )
 
     def _padding_id(self, model: nn.Module) -> int:
-        """Return the padding token id of the model; if it has no padding token, of the tokenizer, or else 0."""
+        """Return the padding token id of the model, or else of the tokenizer; 0 if neither has a padding token."""
         own = getattr(model.config, "pad_token_id", None)
         return int(own if own is not None else self._tokenizer.padding_id or 0)
 

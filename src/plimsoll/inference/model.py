@@ -183,7 +183,8 @@ def tokenizer_of(folder: ModelFolder, longest_tokens: int | None, new_tokens: in
 def _keeps_template(job: Job | None) -> bool:
     """Return whether texts get the special tokens that the model's tokenizer adds.
 
-    A job without the field ``special_tokens`` is from a run that trained without them.
+    They do, except if the model is from a run whose job has no field ``special_tokens``: it was trained without them.
+    ``None`` is the job of a model that is not from a run.
     """
     return job is None or "special_tokens" in job.tokenizer.model_fields_set
 

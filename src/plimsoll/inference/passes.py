@@ -160,7 +160,8 @@ def computed_to_the_end(task: InferenceTask, model: Any, batch: Batch, vocab_siz
     """Compute a batch with a model that reads the last token that is not padding, but has no padding token.
 
     Any token that does not occur in the texts can pad them. This function sets the lowest such id as the model's
-    padding token. If all ids occur, texts are computed one by one, without padding.
+    padding token. If all ids occur, texts are computed one by one, without padding. Return the tensors that
+    ``task.compute`` returns, with one row per text.
     """
     padding_id = free_id(batch, vocab_size)
     if padding_id is None:

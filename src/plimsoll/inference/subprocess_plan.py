@@ -23,7 +23,9 @@ _LEAST_TOKENS = 64
 
 
 def length_to_plan(longest_seen_tokens: int, longest_tokens: int | None) -> int:
-    """Return the row length to plan for, in tokens: the next power of two from 64, at most the truncation length.
+    """Return the row length to plan for: the longest text, rounded up to a power of two of at least 64 tokens.
+
+    The result is at most the length to which texts are truncated.
 
     Args:
         longest_seen_tokens: tokens of the longest text that was read.

@@ -66,7 +66,8 @@ def _has_coded_rows(weight: Any) -> bool:
 
 
 PART_BYTES = 1 << 20
-"""Minimum size of a part: bytes of its inputs or outputs in float32, whichever is larger."""
+"""The size up to which the tokens of an input are not split: bytes of its inputs or outputs in float32, whichever is
+larger."""
 
 
 class LinearInParts(nn.Linear):

@@ -25,7 +25,10 @@ def save_weights(model: nn.Module, path: Path) -> None:
 
 
 class _WithoutSharedStorages:
-    """A wrapper of a model, whose state dict has no tensors that are different parts of the same storage."""
+    """A wrapper of a model with a state dict for safetensors.
+
+    Tensors that are different parts of the same storage are copied to the host, so each has its own storage.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -46,5 +49,5 @@ class _WithoutSharedStorages:
 
 
 def _elements(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that identifies the elements of its storage that a tensor covers."""
+    """Return a key that is equal for two tensors of one storage if they are the same elements in the same shape."""
     return (tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())

@@ -172,7 +172,10 @@ def _made_class(model_class: Any) -> type[PreTrainedModel]:
 
 @contextmanager
 def _all_ties_told(model: Any) -> Iterator[None]:
-    """Show transformers all names of each tied weight, so that it saves the weight once."""
+    """Declare all names of each tied weight to transformers inside the ``with`` block.
+
+    A model that is saved in the block stores each tied weight once.
+    """
     model._tied_weights_keys = {f"^{re.escape(name)}$": source for name, source in model.all_tied_weights_keys.items()}
     try:
         yield
@@ -203,10 +206,11 @@ def _refuse_cpu(model: Any) -> None:
 def marked(fields: Mapping[str, Any], number_of_layers: str) -> dict[str, Any]:
     """Return the fields of a configuration file, changed so that transformers cannot load a plain model from it.
 
-    Without the code in the folder, the Auto classes do not know the ``model_type``, and their error names the required
-    argument. A class that is called by name (``BertModel.from_pretrained``) accepts any ``model_type`` with a warning,
-    and would initialize missing weights randomly. The number of layers is therefore replaced by a text that explains
-    how to load the model. The configuration rejects it, and the error shows the text.
+    If the code in the folder is not allowed to run, the Auto classes do not know the ``model_type``. Their error names
+    the required argument (``trust_remote_code``). A class that is called by name (``BertModel.from_pretrained``)
+    accepts any ``model_type`` with a warning, and would initialize missing weights randomly. The number of layers is
+    therefore replaced by a text that explains how to load the model. The configuration class rejects the text, and its
+    error shows it.
 
     Args:
         fields: the content of a config.json.
@@ -232,7 +236,7 @@ class ShrunkConfig:
 
     @classmethod
     def from_pretrained(cls, folder: Any, **kwargs: Any) -> Any:
-        """Return the configuration of the architecture, including the field with the changes."""
+        """Return the configuration of the model's architecture, with the recorded changes in the field ``shrunk``."""
         from transformers import CONFIG_MAPPING, PreTrainedConfig
 
         found, unused = PreTrainedConfig.get_config_dict(folder, **kwargs)
@@ -370,13 +374,19 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def sizes_of(module: nn.Module) -> list[int]:
-    """Return the sizes of a module in the order of ``resized`` (`KINDS`): inputs and outputs, or width of a norm."""
+    """Return the sizes of a module, in the order in which `KINDS` stores them for ``resized``.
+
+    They are the inputs and outputs of a linear layer, the rows and width of an embedding, or the width of a norm.
+    """
     shape = [*_weight(module).shape]
     return shape[::-1] if isinstance(module, nn.Linear) else shape
 
 
 def set_sizes(module: Any, sizes: list[int | None]) -> None:
-    """Resize a module in place, with new initial weights. Sizes are ordered as in `sizes_of`; ``None`` keeps a size."""
+    """Resize a module in place, and initialize its weights again.
+
+    ``sizes`` has the same order as the result of `sizes_of`. ``None`` leaves a size unchanged.
+    """
     before = sizes_of(module)
     first, last = (new or old for new, old in zip((sizes[0], sizes[-1]), (before[0], before[-1]), strict=True))
     if len(before) == 1:
@@ -480,7 +490,10 @@ def refresh_ties(model: Any) -> None:
 
 
 def _tied_names(model: Any, keys: Mapping[str, str]) -> dict[str, str]:
-    """Map the name of each tied parameter to the name of its source, for factors and shared layers, too."""
+    """Map the name of each tied parameter to the name of the parameter with which it is tied.
+
+    ``keys`` is transformers' map. Names in factored modules are corrected, and parameters of shared layers are added.
+    """
     adjusted = {}
     for target, source in keys.items():
         pair = _tied_part(model, target), _tied_part(model, source)

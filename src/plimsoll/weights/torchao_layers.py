@@ -43,7 +43,7 @@ def why_not(model: Any, method: str) -> str | None:
 
 
 def why_not_linear(model: Any, method: str) -> str | None:
-    """Return the reason why no linear layer of a model can be quantized; ``None`` if some are still dense."""
+    """Return the reason why no linear layer of a model can be quantized; ``None`` if at least one can be."""
     return why_not(model, method) or (None if plain_layers(model) else nothing_found(model, method))
 
 
@@ -133,7 +133,10 @@ def quantized(weight: Tensor, config: Config) -> Tensor:
 
 
 def int8_config() -> Config:
-    """Return torchao's int8 configuration, which here does not change the global settings of torch's compiler."""
+    """Return torchao's configuration for int8 weights.
+
+    By default, using it would change the global settings of torch's compiler; this is switched off.
+    """
     from torchao.quantization import Int8WeightOnlyConfig
 
     return Int8WeightOnlyConfig(set_inductor_config=False)

@@ -40,7 +40,10 @@ _WIDTHS = (
 
 @dataclass
 class FeedForward:
-    """The cuts of one block: of weights and biases that write its channels, and of the weight that reads them."""
+    """The cuts that remove channels from one block.
+
+    ``writers`` cut the weights and biases that compute the channels, and ``readers`` cut the weight that reads them.
+    """
 
     writers: list[Cut] = field(default_factory=list)
     readers: list[Cut] = field(default_factory=list)
@@ -85,6 +88,7 @@ class Channels(Shrinker):
 def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Module, list[FeedForward]] | str:
     """Return the changed fields of the configuration, the twin, and the cuts of each block.
 
+    The twin is the model with the changed configuration; see `plimsoll.compression.changed_config`.
     If channels cannot be removed, return a sentence with the reason.
     """
     widths = widths_of(getattr(model, "config", None))
@@ -149,7 +153,10 @@ def _scores(model: nn.Module, parts: list[FeedForward], importance: str, calibra
 
 
 def _written(model: nn.Module, part: FeedForward) -> Tensor:
-    """Return for each channel the product of norms: one per layer or gate, of its weights that write the channel."""
+    """Return for each channel the product of the norms of the weights that write it, (channels,).
+
+    There is one norm per layer or gate, over its weights and bias.
+    """
     squares: dict[str, Tensor] = {}
     for cut in part.writers:
         size = norms(model.get_parameter(cut.name), cut.dim).square().reshape(-1, part.width)

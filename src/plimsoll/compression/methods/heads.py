@@ -25,7 +25,8 @@ from plimsoll.records.plan import Choice
 from plimsoll.weights.structure import keep, note, sizes_of
 
 Kept = Mapping[tuple[str, bool], Tensor]
-"""The indices to keep. A key is the name of a linear layer, and whether they index its inputs (or its outputs)."""
+"""The indices to keep in linear layers. A key is the name of a layer, and ``True`` for its inputs or ``False`` for its
+outputs."""
 
 
 class Heads(Shrinker):
@@ -76,7 +77,7 @@ class Heads(Shrinker):
 def kept_groups(
     model: nn.Module, attentions: list[Attention], num_kept: int, importance: str, calibration: Calibration
 ) -> Kept:
-    """Return the indices of the outputs or inputs that each attention layer keeps.
+    """Return the indices of the outputs or inputs that each linear layer of attention keeps.
 
     They belong to the ``num_kept`` most important groups of heads of each block.
     """
@@ -100,6 +101,7 @@ def _plain(
 ) -> tuple[Mapping[str, Any], nn.Module, tuple[Cut, ...]] | None:
     """Return the changed fields of the configuration, the twin and the cuts for ``num_kept`` groups of heads.
 
+    The twin is the model with the changed configuration; see `plimsoll.compression.changed_config`.
     Return ``None`` if the configuration cannot express this number of groups.
     """
     config: Any = model.config

@@ -28,14 +28,15 @@ from plimsoll.compression.shares import importance_of, num_removed, removal_faul
 from plimsoll.records.plan import Choice
 
 _EQUALS = ("embedding_size", "word_embed_proj_dim", "pooler_hidden_size")
-"""Configuration fields with other widths. If such a width equals the hidden size, there is no projection between the
-two, so it becomes the new hidden size."""
+"""Configuration fields with other widths. If such a width equals the hidden size, the model has no projection between
+the two. The field is then set to the new hidden size, too."""
 
 
 @dataclass(frozen=True)
 class Narrowing:
     """The changes for a smaller hidden size: changed fields of the configuration, the twin, and two kinds of cuts.
 
+    The twin is the model with the changed configuration; see `plimsoll.compression.changed_config`.
     ``inner`` cuts remove whole heads, so that ``num_groups`` groups remain in each block. They are empty if attention
     keeps its heads. ``residual`` cuts remove dimensions of the vectors between the layers.
     """
@@ -71,7 +72,7 @@ class Hidden(Shrinker):
         return tuple({"share": share, "importance": "activation"} for share in shares)
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:
-        """Return why dimensions cannot be removed, for example if the share is not whole heads; else ``None``."""
+        """Return why dimensions cannot be removed, or ``None``. One reason is a share that would split a head."""
         found = _narrowed(bundle.model, share_of(choice))
         return found if isinstance(found, str) else None
 

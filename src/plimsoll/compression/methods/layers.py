@@ -103,7 +103,7 @@ def _kept_evenly(num_layers: int, num_kept: int) -> list[int]:
 def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]] | str:
     """Return the names and module lists of the layers, all of the same length, or a sentence if no list is found.
 
-    These lists become shorter if the configuration has fewer layers.
+    A list is included if it is shorter in a model whose configuration has fewer layers.
     """
     config = getattr(model, "config", None)
     number = None if hasattr(config, "model_dump") else getattr(config, "num_hidden_layers", None)
@@ -142,7 +142,10 @@ def _fields(config: Any, kept: list[int], num_layers: int) -> Mapping[str, Any]:
 
 
 def _with_notes(config: Any, kept: list[int], lists: list[tuple[str, nn.ModuleList]]) -> Mapping[str, Any]:
-    """Return the changed fields as `_fields` does, including the recorded changes of layers (``config.shrunk``)."""
+    """Return the fields that `_fields` returns, and the recorded changes (``config.shrunk``) with new layer names.
+
+    The recorded changes are included only if the configuration has some.
+    """
     fields = dict(_fields(config, kept, len(lists[0][1])))
     shrunk = getattr(config, "shrunk", None)
     if shrunk:

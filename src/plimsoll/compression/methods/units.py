@@ -83,6 +83,7 @@ class Units(Shrinker):
 def _planned(model: nn.Module, share: float) -> tuple[Mapping[str, Any], nn.Module, tuple[Cut, ...]] | str:
     """Return the changed fields of the configuration, the twin, and the cuts.
 
+    The twin is the model with the changed configuration; see `plimsoll.compression.changed_config`.
     If units cannot be removed, return a sentence with the reason.
     """
     config: Any = getattr(model, "config", None)

@@ -127,7 +127,10 @@ def _refusal_of_model(model: Any) -> str | None:
 
 
 def _slots(model: Any) -> Iterator[Slot]:
-    """Yield the parameters and buffers with one entry per token: they are larger in a model with one more token."""
+    """Yield the parameters and buffers with one entry per token.
+
+    They are recognised by their size, which is larger in a model with one more token.
+    """
     larger = dict(_tensors(_with_tokens(model, _num_tokens(model) + 1)))
     for name, tensor in _tensors(model):
         dims = [
@@ -155,7 +158,11 @@ def _with_tokens(model: Any, num_tokens: int) -> nn.Module:
 
 
 def _from_padding_on(model: Any, kept: list[int]) -> list[int]:
-    """Return ``kept``, with all ids up to the padding id if positions are numbered from that id, as in RoBERTa."""
+    """Return the token ids to keep, ``kept``, plus those that must not move.
+
+    If positions are numbered from the padding id, as in RoBERTa, all ids up to the padding id are added. The padding id
+    then stays the same.
+    """
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     first = max((table.padding_idx or 0 for table in tables if isinstance(table, nn.Embedding)), default=0)
     return sorted({*kept, *range(first + 1)}) if first else kept

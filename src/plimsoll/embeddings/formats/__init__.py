@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from plimsoll.embeddings.formats.helpers.sources import Source
 
 FaultKind = Literal["dimension", "number", "finite", "utf-8", "truncated", "header"]
-"""The kinds of faults.
+"""The kinds of faults in a file of word vectors.
 
 ``dimension``: too few or too many numbers. ``number``: a field that is not a number. ``finite``: NaN or infinity.
 ``utf-8``: a word that is not UTF-8. ``truncated``: an early end. ``header``: a header that contradicts the file.
@@ -26,7 +26,8 @@ FaultKind = Literal["dimension", "number", "finite", "utf-8", "truncated", "head
 class Fault(NamedTuple):
     """A fault of a word, which therefore cannot be used.
 
-    ``at`` is the position of the word in the part of the file, from 0, and ``what`` describes the fault.
+    ``kind`` is the kind of the fault, and ``what`` describes it. ``at`` is the position of the word among all words of
+    the part of the file that was read, from 0.
     """
 
     kind: FaultKind
@@ -119,7 +120,7 @@ class Format(Protocol):
     """The functions that each module of this folder defines."""
 
     TITLE: str
-    """The name of the format in tables and messages."""
+    """The name of the format, as shown to users."""
 
     def recognises(self, head: bytes, source: Source) -> bool:
         """Return whether a file that begins with ``head`` (up to 64 KiB) has this format."""

@@ -112,7 +112,7 @@ class _Model:
         return total, counts
 
     def share_read(self) -> float:
-        """Return the share of the dictionary that the parts so far cover; see `Vectors`."""
+        """Return the share of the dictionary that the parts yielded so far cover; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:

@@ -52,7 +52,7 @@ class TableVectors:
         return int(self._table.vectors.shape[1])
 
     def share_read(self) -> float:
-        """Return the share of the table that the parts so far cover; see `Vectors`."""
+        """Return the share of the table that the parts yielded so far cover; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> None:

@@ -18,7 +18,7 @@ _BEGIN_OF_NUMBER = re.compile(rb"[-+0-9.eEnaif]*")
 
 
 def recognises(head: bytes, source: Source) -> bool:
-    """Return whether the first line has two integers, and the next lines have as many values as the second one."""
+    """Return whether the first line has two integers, and the second is the number of values in the next lines."""
     return b"\0" not in head and _layout(head) is not None
 
 

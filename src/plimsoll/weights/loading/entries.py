@@ -38,7 +38,7 @@ Report = Callable[[int], None]
 
 
 def _unheard(num_bytes: int) -> None:
-    """Ignore the progress."""
+    """Ignore the number of bytes that were read: the default for callers that show no progress."""
 
 
 class WeightFile:
@@ -240,7 +240,10 @@ def num_bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _block(count: int, dtype: torch.dtype, is_pinned: bool) -> Tensor:
-    """Return memory for ``count`` elements. It is not from malloc, which would then retain larger freed blocks."""
+    """Return memory for ``count`` elements, pinned or in a separate mapping.
+
+    It is not from malloc: glibc keeps larger freed blocks after a block of this size has been freed.
+    """
     if is_pinned or count == 0:
         return torch.empty(count, dtype=dtype, device="cpu", pin_memory=is_pinned)
     return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)

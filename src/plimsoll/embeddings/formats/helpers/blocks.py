@@ -78,12 +78,12 @@ def cut_at_records(
 def block_of(
     words: list[bytes], wanted: Collection[bytes] | None, rows_at: Callable[[NDArray[np.int64]], Rows]
 ) -> Block:
-    """Make a block from the words of a part.
+    """Make a `Block` from the words of a part of a file.
 
     Args:
         words: all words of the part.
         wanted: the words whose vectors are needed, with fast membership tests, such as a set; ``None``: all words.
-        rows_at: function that returns the vectors of the words at some positions of the part.
+        rows_at: function that returns the vectors of words, given their positions in the part.
     """
     bad = not_utf8(words)
     faults = tuple(Fault("utf-8", place, repr(words[place][:80])) for place in bad)
@@ -99,7 +99,10 @@ def block_of(
 
 
 def cut_off(at: int, what: str) -> Block:
-    """Make a block without words, whose only fault is that the file is truncated at the position ``at``."""
+    """Make a `Block` without words, whose only fault is that the file ends early.
+
+    ``at`` is the position, in the part, of the word at which the file ends. ``what`` describes the fault.
+    """
     return Block(
         [], np.empty(0, np.int64), 0, lambda _: rows_of(np.empty((0, 0), np.float32)), (Fault("truncated", at, what),)
     )

@@ -113,7 +113,7 @@ class Lines:
         self.num_parts = -(-num_bytes // _PART_BYTES)
 
     def share_read(self) -> float:
-        """Return the share of the file that the parts so far cover; see `Vectors`."""
+        """Return the share of the file that the parts yielded so far cover; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> None:
@@ -189,7 +189,7 @@ class _Wanted:
         return likely[is_head]
 
     def _cut(self, heads: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Set the bytes after the first separator in each head to zero.
+        """Set the bytes after the first separator to zero in each of ``heads``, the first eight bytes of lines.
 
         The separator is found as in Warren, Hacker's Delight, 6-1.
         """
@@ -285,9 +285,9 @@ class _PartOfFile:
 
 @dataclass(frozen=True, slots=True)
 class _PartOfStream:
-    """Lines that were read from a compressed file, joined from ``pieces``.
+    """A part of a compressed file: lines whose bytes are the concatenated ``pieces``.
 
-    With ``is_cut``, they are the incomplete last line of a truncated archive.
+    If ``is_cut`` is true, the part is the incomplete last line of a truncated file, and is reported as a fault.
     """
 
     pieces: list[bytes]

@@ -61,7 +61,7 @@ class Mapped:
         return rows_of(self._vectors(places + first))
 
     def share_read(self) -> float:
-        """Return the share of the words that the parts so far cover; see `Vectors`."""
+        """Return the share of the words that the parts yielded so far cover; see `Vectors`."""
         return self._share
 
     def build(self, words: list[bytes]) -> tuple[NDArray[np.bool_], NDArray[np.float32]] | None:
