@@ -31,7 +31,7 @@ _METHODS_WITHOUT_GRAPH, _FUNCTIONS_WITHOUT_GRAPH = {"detach", "item", "tolist", 
 
 
 class Assignment(NamedTuple):
-    """A line that stores a value: its place, its code, and a replacement that drops the graph."""
+    """A line that stores a value: its file and line number, its code, and a replacement that drops the graph."""
 
     place: str
     code: str

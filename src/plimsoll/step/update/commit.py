@@ -63,7 +63,8 @@ _OUTSIDE_KEPT_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 class _Chunk:
     """Parameters that are updated in one call; ``groups`` maps the index of a parameter group to its parameters.
 
-    A chunk that is not separable represents the whole optimizer, and has all parameters with gradients.
+    ``is_separable`` is true if the optimizer updates each parameter separately. Otherwise the chunk represents the
+    whole optimizer, and has all parameters with gradients. ``left`` holds changes of a failed try that a retry keeps.
     """
 
     is_separable: bool
@@ -377,7 +378,7 @@ class StepCommit:
         """Return an event if too little memory is free to update the chunks one after another, otherwise ``None``.
 
         The peak is all new states plus the largest temporaries of any chunk. Unknown states are assumed to take
-        ``times`` the parameters' bytes. If ``is_next``, the chunk before frees gradients, which on a GPU cover the
+        ``times`` the parameters' bytes. If ``is_next``, the previous chunk frees gradients, which on a GPU cover the
         temporaries. This does not hold on the CPU: an aligned block does not fit in a hole of its size.
         """
         blocks = blocks_of_states(self.optimizer, self._stateless(chunks), times)
@@ -481,7 +482,10 @@ def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]
 
 
 def _switches_of(optimizer: torch.optim.Optimizer) -> object:
-    """Return which settings are on or nonzero, in each group; they determine which tensors an update writes."""
+    """Return which settings of each parameter group are nonzero or true.
+
+    These settings determine which tensors an update writes.
+    """
     plain = (bool, int, float, type(None))
     groups = optimizer.param_groups
     return str([[bool(value) for value in group.values() if type(value) in plain] for group in groups])
