@@ -162,7 +162,10 @@ class Additivity:
         return workload.kept_whole
 
     def news(self) -> LossCheck | None:
-        """Return the latest result if it is new since the last call; otherwise ``None``."""
+        """Return the latest result if it is new since the last call.
+
+        Returns ``None`` otherwise, and always if the user's options determine the result.
+        """
         told, self._told = self._told, self.found
         return self.found if self._num_cuts and self.found is not told else None
 

@@ -65,7 +65,8 @@ class Kinds:
     """A record of the properties (kinds) of batches whose losses have been compared.
 
     A batch needs a new comparison if it has a kind that no earlier batch had. A kind is a tuple that begins with the
-    path of a field. It names the field's dtype and dimensions, a filler, or a label that occurs in the field.
+    path of a field. It names the field's dtype and dimensions, a filler, or a label that occurs in the field. Callers
+    may add kinds without a field, such as the mode of the model.
 
     A field whose number of distinct values keeps growing holds no labels, but sample numbers or token ids, for example.
     So at most `MOST_VALUES` labels and `MOST_FILLERS` fillers are distinguished in a field.
