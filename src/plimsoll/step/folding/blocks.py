@@ -40,7 +40,7 @@ class BlocksDiffer(PlimsollError):
 
 
 class FoldedBlocks:
-    """The rows of alike blocks of one model.
+    """The rows of consecutive alike blocks of one model.
 
     Args:
         recorder: the recorder of the dry run.
@@ -132,12 +132,12 @@ class _Passed(NamedTuple):
 
 
 class _Row:
-    """One forward and backward pass over a row of blocks.
+    """One forward and backward pass over a row of consecutive alike blocks.
 
     Attributes:
         recorder: the recorder of the dry run.
         blocks: the blocks.
-        names: their names in the record.
+        names: the names of the blocks in the record of the dry run.
         noted: the blocks that do not run, for which events are copied, in forward order.
         last: the backward pass of the last block; ``None`` before it has run.
     """

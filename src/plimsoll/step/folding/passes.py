@@ -141,7 +141,10 @@ class _Given(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """A pass that ran: its inputs, the model's attributes, and the parameters that got a gradient."""
+    """A pass that ran: its inputs, the model's attributes before it, its events (``stretch``), and ``reached``.
+
+    ``reached`` holds the parameters that got their first gradient in this pass.
+    """
 
     given: _Given
     before: list[Any]

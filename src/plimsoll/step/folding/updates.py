@@ -27,7 +27,7 @@ _MOST_PARAMETERS = 8  # in a chunk: larger chunks are rarely alike, and comparin
 
 
 class FoldedUpdates:
-    """The chunks of the updates of one dry run.
+    """The optimizer updates of one dry run, in which only one of several alike chunks runs.
 
     Args:
         recorder: the recorder of the dry run.

@@ -47,7 +47,7 @@ class Watched:
 
 @dataclass(slots=True)
 class Before:
-    """The objects that were reached and their state before the step."""
+    """The objects that a search for state reached, and their state before the step."""
 
     reached: Reached
     watched: Watched

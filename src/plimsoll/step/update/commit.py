@@ -139,7 +139,7 @@ class StepCommit:
 
     Attributes:
         folded: in a dry run whose passes repeat, runs only one of several alike chunks; otherwise ``None``.
-        outcome: the event that prevented the last step, or ``None``.
+        outcome: the event that prevented the last step; ``None`` if the step was completed.
         was_called: whether `step` was called.
         recovered: out-of-memory events that did not prevent the step.
     """
@@ -297,7 +297,7 @@ class StepCommit:
         return self._chunks
 
     def _do(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
-        """Update one chunk and release its gradients, or leave it unchanged.
+        """Update one chunk and release its gradients. If memory runs out, leave it unchanged and return the event.
 
         ``others`` are chunks that are updated later. If their update would not fit, this chunk is undone.
         """
@@ -391,7 +391,14 @@ class StepCommit:
         return agreed(event, self._position, self._ranks) if self._is_undone_by_all else event
 
     def _do_without_copy(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
-        """Update a chunk that cannot be undone, after proving that its peak memory is free."""
+        """Update a chunk that cannot be undone, after proving that its peak memory is free.
+
+        Returns:
+            An event if too little memory is free and the chunk was not updated, otherwise ``None``.
+
+        Raises:
+            TornStepError: if memory runs out in the update after all.
+        """
         self._scratch[chunk.place[1]].clear()
         self._backend.release()
         no_room = self._agreed(self._lacks_room([chunk, *others]))
