@@ -64,6 +64,9 @@ class AccelerateStep:
 
     The step is a function, not a ``with`` block around a batch. The body of a block cannot run again, and its variables
     (``outputs``, ``loss``) keep the graph alive. The loss is also a function, which is called for each micro-batch.
+
+    Attributes:
+        plan: the plan for the budget; ``None`` without a budget, or before the first batch.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ def require_exportable(reader: str, has_other_output: bool) -> None:
     """Check the option ``--export``.
 
     Args:
-        reader: the value of ``--export``.
+        reader: the value of ``--export``: the tool that will read the exported file.
         has_other_output: whether --inference, --compare, --json or -o is given.
 
     Raises:
@@ -164,7 +164,10 @@ def kind_of(plan: Plan) -> Literal["cpu", "cuda"]:
 
 
 def _passes_of(plan: Plan) -> tuple[int, int, tuple[str, ...]]:
-    """Return a rank's samples per batch and per exported micro-batch, and a note if the plan's micro-batch differs."""
+    """Return a rank's samples per batch, its samples per exported micro-batch, and notes.
+
+    There is a note if the exported micro-batch differs from the plan's.
+    """
     if not plan.fits:
         raise InputError(
             f"the plan does not fit its budget, so it cannot be exported: give a budget of at least "
@@ -188,7 +191,11 @@ def _num_ranks(plan: Plan) -> int:
 
 
 def _with_settings(config: dict[str, Any], plan: Plan, reader: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the configuration with the settings of the plan's techniques, and notes on those without a setting."""
+    """Add the settings of the plan's techniques to ``config``, the configuration for the tool ``reader``.
+
+    Returns:
+        The new configuration, and notes on techniques that the tool lacks or that need further steps by the user.
+    """
     from plimsoll.techniques import TECHNIQUES  # imports torch
 
     notes = []

@@ -64,7 +64,11 @@ _USED_OF_THE_LOOP = (
 
 
 class _Pass(NamedTuple):
-    """A micro-batch after its pass: its share of the batch, its logged values, and its outputs except the loss."""
+    """A micro-batch after its pass.
+
+    ``share`` is its share of the batch. ``extra`` holds the outputs of ``training_step`` except the loss, and
+    ``logged`` the values that ``self.log`` logged per step.
+    """
 
     batch_idx: int
     share: float

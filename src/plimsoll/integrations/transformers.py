@@ -274,7 +274,7 @@ def _planned(guard: _Guard, budget: str | int, sample: Any) -> Plan:
 
 
 def _offered() -> frozenset[str]:
-    """Return the techniques that do not change the trainer's evaluation, loss, optimizer and precision."""
+    """Return the names of the techniques that do not change a trainer's evaluation, loss, optimizer or precision."""
     return frozenset(name for name in techniques_for_loops(has_loss=True) if technique_of(name).is_for_trainers)
 
 
@@ -328,18 +328,21 @@ class _Guard:
                     self._training.close()
 
     def units_of(self, batch: Any) -> float:
-        """Return the number of units that the mean loss of a batch averages over, inferred from its labels."""
+        """Return the number of units that the mean loss of a batch averages over.
+
+        The kind of unit is the user's ``units`` or, if none were given, inferred from the labels.
+        """
         if self.units is not None:
             return count_units(batch, self.units)
         assert self.trainer.model is not None
         return count_units(batch, units_of(batch, self.trainer.model))
 
     def says_what_counts(self, batch: Any) -> bool:
-        """Return whether the units of a batch are known; otherwise the batch must not be split."""
+        """Return whether the number of loss units of a batch is known; otherwise the batch must not be split."""
         return self.units is not None or bool({"labels", *self.trainer.label_names} & set(batch))
 
     def refuse_unclear(self, batch: Any) -> None:
-        """Raise if a batch must not be split because its units are unknown.
+        """Raise if a batch must not be split because its number of loss units is unknown.
 
         Raises:
             InputError: if the batch has no labels, and no units were given.

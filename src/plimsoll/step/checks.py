@@ -51,7 +51,9 @@ def refuse_batch(batch: Any, *, has_own_loss: bool, units_are_assumed: bool) -> 
 
 
 def refuse_unclear_labels(batch: Mapping[str, Any]) -> None:
-    """Refuse a batch without one counted label per sample, because the loss normalizer was not specified.
+    """Refuse a batch unless it has exactly one label per sample, none of them ignored.
+
+    Called if the user did not specify the loss normalizer (``units``).
 
     Raises:
         InputError: if the batch has no tensor ``labels`` with one label for each sample, or some labels are ignored

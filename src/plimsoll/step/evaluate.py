@@ -1,9 +1,9 @@
 """The mean loss over batches, computed without gradients in micro-batches as large as fit.
 
 A batch that runs out of memory is evaluated again in smaller micro-batches. Nothing has to be undone, because an
-evaluation changes nothing. The hook ``evaluation_samples`` limits the size of micro-batches. Ranks that train the same
-model share each batch as in training. If a batch does not fit on one rank, all ranks split their parts. Every rank gets
-the mean loss of the whole batch.
+evaluation changes nothing. Techniques may limit the size of micro-batches (`plimsoll.techniques.evaluation`). Ranks
+that train the same model share each batch as in training. If a batch does not fit on one rank, all ranks split their
+parts. Every rank gets the mean loss of the whole batch.
 
 Not handled: memory that runs out while a batch is read, because an iterator cannot return the same batch again.
 """
@@ -139,7 +139,8 @@ class Evaluator:
     def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches. With several ranks, then yield empty batches forever, so that no rank ends early.
 
-        If memory runs out on one rank while it reads a batch, all ranks stop here, and may repeat the evaluation.
+        If memory runs out on one rank while it reads a batch, all ranks raise an error here. The caller may then repeat
+        the evaluation.
 
         Raises:
             PeerOutOfMemory: on all ranks, if there are several.
@@ -157,7 +158,11 @@ class Evaluator:
             yield batch
 
     def _loss_of(self, batch: Any, own: Shape, shape: Shape, events: list[OomEvent], filler: Filler) -> float:
-        """Return this rank's part of the mean loss of one batch, in micro-batches as large as fit on all ranks."""
+        """Return this rank's contribution to the mean loss of a batch.
+
+        The batch is evaluated in micro-batches as large as fit on all ranks. Out-of-memory events are appended to
+        ``events``.
+        """
         if self._fallback_schedule is None or self._fallback_schedule.sizes[0].samples < shape.num_samples:
             self._fallback_schedule = self._fallback_schedule_for(shape.num_samples)
         fallback_schedule = self._fallback_schedule

@@ -131,17 +131,21 @@ class InstalledFallbacks:
     def keep_whole(
         self, fallback_schedule: FallbackSchedule, whole: WholeBatch, reason: Callable[[], Reason | None], shape: Shape
     ) -> bool:
-        """Exclude fallbacks that split batches from now on, if batches must not be split. Call this before a split.
+        """Find out whether batches may be split; if not, exclude the fallbacks that would split them.
+
+        Call this before a batch is split.
 
         Args:
             fallback_schedule: the schedule of these fallbacks.
             whole: holds the reasons against splitting that are already known.
-            reason: runs passes with the installed techniques. Returns the reason against splitting, or ``None``.
+            reason: runs passes with the installed techniques. Returns the reason against splitting a batch; ``None``
+                if it may be split.
             shape: the shape of the batch.
 
         Returns:
-            Whether this could be determined. The passes may not fit while techniques are not installed on some rank.
-            The caller then installs the techniques, and calls this again before it splits the batch.
+            True if it is known whether batches may be split. False if techniques are not installed on some rank,
+            because passes may not fit without them. The caller then installs them on all ranks, and calls this again
+            before it splits a batch.
         """
         if whole.reason() is not None:
             return True
@@ -243,7 +247,7 @@ def after_oom(  # noqa: PLR0917 -- internal, called by step loops only
     fallbacks: InstalledFallbacks | None,
     backend: Backend,
 ) -> tuple[OomEvent, int | None]:
-    """Return the event with the action taken, and the next fallback's number; ``None`` if no fallback is left."""
+    """Return the event with the action taken, and the index of the next fallback; ``None`` if none is left."""
     before, samples = (
         fallback_schedule.sizes[fallback],
         min(fallback_schedule.sizes[fallback].samples, shape.num_samples),
@@ -267,9 +271,10 @@ def after_oom(  # noqa: PLR0917 -- internal, called by step loops only
 
 
 def ran_out_of(event: OomEvent) -> RanOut | None:
-    """Return the wanted memory (in use plus requested) and the limit; ``None`` if neither request nor limit is known.
+    """Return the memory that an out-of-memory event needed (in use plus requested), and the limit of the device.
 
-    If the device has no limit, the wanted memory is the limit.
+    If no limit is known, the needed memory is returned as the limit. Returns ``None`` if the event has neither the
+    size of the request nor the limit.
     """
     if event.capacity_bytes is None and event.requested_bytes is None:
         return None
@@ -286,7 +291,10 @@ class Uses(Protocol):
 
 
 def measured(fallback_schedule: FallbackSchedule, device: Uses, ranks: Ranks) -> Measured | None:
-    """Return the largest memory of the last step on any rank; ``None`` if the schedule does not need it."""
+    """Return the maximum over all ranks of the last step's memory use.
+
+    Returns ``None`` if the schedule avoids no fallback and so needs no measurement (`FallbackSchedule.is_lowered`).
+    """
     if not fallback_schedule.is_lowered:
         return None
     use = device.use()

@@ -43,7 +43,7 @@ class MicroBatch(NamedTuple):
 
 
 def shape_of(batch: Any, workload: Workload) -> Shape:
-    """Return the shape of a batch. Its elements are counted by the rule by which the workload splits batches."""
+    """Return the shape of a batch. Its elements are counted with the function that the workload's hooks provide."""
     num_samples, num_units = batch_size_of(batch), count_units(batch, workload.units)
     return Shape(num_samples, num_units, workload.hooks.cut.elements_per_sample(batch, num_samples))
 
@@ -120,10 +120,10 @@ class Filler:
         self._is_told = workload.hooks.cut.depends_on_values
 
     def filled(self, micro_batches: Iterator[MicroBatch], num_micro_batches: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches, then the filler, until the rank has yielded as many as the rank with the most.
+        """Yield the micro-batches of this rank, then fillers, so that all ranks yield equally many.
 
-        All ranks must call it. ``num_micro_batches`` is the number of the rank with the most. If the number depends on
-        the contents of batches, the ranks exchange their numbers instead.
+        All ranks must call it. ``num_micro_batches`` is the maximum number of micro-batches on any rank. If this number
+        depends on the contents of batches, the argument is ignored, and the ranks exchange their numbers instead.
 
         Raises:
             PeerOutOfMemory: if memory ran out on another rank before it could lend a sample.
@@ -183,7 +183,10 @@ def mean_loss(workload: Workload, micro_batch: Any) -> Tensor:
 
 
 def no_way_out(event: OomEvent, micro_batch: int, shape: Shape, whole: Reason | None) -> str:
-    """Return the error message for a step that does not fit in memory. ``whole`` is the reason against splitting."""
+    """Return the error message for a step that does not fit in memory.
+
+    ``whole`` is the reason why the batch must not be split; ``None`` if it may be split.
+    """
     where = f"memory ran out in the {event.phase} phase of step {event.step}"
     if event.phase == "optimizer":
         why = "no micro-batch changes what the update needs: give a larger budget, or an optimizer with fewer states"

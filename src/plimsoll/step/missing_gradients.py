@@ -173,7 +173,10 @@ def _branch_of(name: str) -> str:
 
 
 def _watch_modules(model: nn.Module, causes: dict[str, Cause]) -> list[RemovableHandle]:
-    """Install hooks that record how modules with watched parameters run. Return their handles."""
+    """Install hooks on modules with watched parameters, and return the handles of the hooks.
+
+    The hooks record in ``causes``, by parameter name, why a parameter may get no gradient.
+    """
     if any(is_compiled(module) for module in model.modules()):
         return []
     handles = []

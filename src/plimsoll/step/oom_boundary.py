@@ -34,7 +34,8 @@ _LONGEST_TEXT = 2000  # characters of the raw error kept in the record; CUDA's l
 class Position:
     """The position of the run, for error messages; ``step`` counts completed steps.
 
-    ``samples`` are the indices, within the batch, of the samples that an evaluation is processing.
+    ``micro_batch`` is the current micro-batch size in samples; ``None`` before the first micro-batch. ``samples`` are
+    the indices, within the batch, of the samples that an evaluation is processing.
     """
 
     step: int = 0

@@ -40,7 +40,7 @@ def share_slots(model: nn.Module, ranks: Ranks) -> None:
 
 
 def own_slots(states: Tensor, ranks: Ranks) -> Tensor:
-    """Return a CPU copy of states (2, stream slots, ...), with zeros for the stream slots of other ranks."""
+    """Return a CPU copy of ``states`` (2, stream slots, ...) in which the stream slots of other ranks are zero."""
     own = torch.zeros(states.shape, dtype=states.dtype)
     own[:, ranks.rank :: ranks.world_size] = states[:, ranks.rank :: ranks.world_size].cpu()
     return own

@@ -143,7 +143,7 @@ class FallbackSchedule:
 
     @property
     def in_force(self) -> int:
-        """The number of the current fallback."""
+        """The index of the current fallback in ``sizes``."""
         return self._fallback
 
     @property
@@ -153,13 +153,20 @@ class FallbackSchedule:
         return self._limit_bytes is not None and is_bound
 
     def keep_whole(self, num_samples: int) -> None:
-        """Use only fallbacks with at least ``num_samples`` from now on; if no fallback has, only the first one."""
+        """Use only fallbacks whose micro-batch has at least ``num_samples``, for all later batches.
+
+        If all micro-batches are smaller, use only the first fallback.
+        """
         whole = [fallback for fallback in self._usable if self.sizes[fallback].samples >= num_samples]
         self._usable = whole or self._usable[:1]
         self._fallback = next((fallback for fallback in self._usable if fallback >= self._fallback), self._usable[-1])
 
     def begin_again(self, state: dict[str, Any], fallback: int) -> int:
-        """Restore ``state``, from before a step, and continue at ``fallback``, if the step's failures do not count."""
+        """Forget the failures of a step: restore the schedule's ``state`` from before it, and return to ``fallback``.
+
+        Returns:
+            ``fallback``.
+        """
         self.load_state_dict(state)
         self._fallback = fallback
         return fallback
@@ -169,7 +176,10 @@ class FallbackSchedule:
         return fallback == self._usable[-1]
 
     def start_at(self, num_samples: int, level: int = 0) -> None:
-        """Start at the first fallback of this level with at most ``num_samples``, or else at one of a later level."""
+        """Start at the first fallback of this level whose micro-batch has at most ``num_samples``.
+
+        If the level has no such fallback, start at the first fallback of the next level.
+        """
         sizes = ((fallback, self.sizes[fallback]) for fallback in self._usable)
         fallbacks = (fallback for fallback, size in sizes if (-size.level, size.samples) <= (-level, num_samples))
         self._fallback = next(fallbacks, self._usable[-1])
@@ -226,7 +236,7 @@ class FallbackSchedule:
         return next((one for one in larger if self._needed_with(one, elements_per_sample) <= most_bytes), None)
 
     def _needed_with(self, fallback: int, elements_per_sample: float) -> float:
-        """Estimate the peak of a fallback in bytes from the measured peak of another."""
+        """Estimate the peak memory of a fallback, in bytes, from the measured peak of the last successful fallback."""
         assert self._seen is not None
         (samples, level), (peak_bytes, used_bytes) = self.sizes[fallback], self._seen.memory
         predicted, here = self._needs[fallback], self._needs[self._seen.fallback]
@@ -346,7 +356,10 @@ class FallbackSchedule:
 
 
 def action_of(samples: int, next_samples: int, techniques: str | None, *, is_same_fallback: bool) -> str:
-    """Describe the action after memory ran out; ``techniques`` are the new techniques, or ``None`` if they stay."""
+    """Return a text that describes the action after memory ran out.
+
+    ``techniques`` describes the techniques to change to; ``None`` if the techniques do not change.
+    """
     action = f"micro-batch {samples} -> {next_samples}" if next_samples != samples else "same micro-batch"
     if techniques is not None:
         return f"{action} with {techniques}"

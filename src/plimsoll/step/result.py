@@ -17,8 +17,9 @@ from plimsoll.records.run import OomEvent
 class StepResult:
     """The result of one step, over all ranks.
 
-    ``loss`` is the mean over ``num_units`` loss units; ``micro_batch`` is in samples per rank. ``updated`` is False if
-    fp16 gradients overflowed and the update was skipped.
+    ``loss`` is the mean over ``num_units`` loss units; ``micro_batch`` is in samples per rank. ``fallback`` is the
+    index of the fallback that succeeded. ``gradient_norm`` is the norm before clipping; ``None`` without clipping.
+    ``updated`` is False if fp16 gradients overflowed and the update was skipped.
     """
 
     step: int
@@ -41,7 +42,7 @@ class StepResult:
 
 
 class Outcome(NamedTuple):
-    """The values that a successful try of a step produces."""
+    """The values that a successful try of a step produces, with the meaning that they have in `StepResult`."""
 
     loss: float
     gradient_norm: float | None
@@ -50,7 +51,7 @@ class Outcome(NamedTuple):
 
 
 def note(event: OomEvent, events: list[OomEvent], on_oom: Callable[[OomEvent], None] | None) -> None:
-    """Append an event, and pass it to the listener if there is one."""
+    """Append ``event`` to ``events``, and pass it to ``on_oom`` unless this is ``None``."""
     events.append(event)
     if on_oom is not None:
         on_oom(event)

@@ -62,7 +62,7 @@ class Retry:
         observes: whether passes compute real values; False in a dry run.
 
     Attributes:
-        extra_state: as given.
+        extra_state: the argument of this name.
         undo: saves and restores the state.
         hidden: a description of state that is not restored; ``None`` if no such state is known.
         is_exact: whether two passes were bitwise equal; ``None`` if none were compared.
@@ -110,7 +110,7 @@ class Retry:
         parameters: Sequence[nn.Parameter] | None,
         others: Callable[[], None] = lambda: None,
     ) -> None:
-        """Save the current state for `put_back`, and check once for each kind of batch that it is complete.
+        """Save the current state for `put_back`. Once for each kind of batch, check that the saved state is complete.
 
         Args:
             batch: the whole batch.
@@ -143,7 +143,7 @@ class Retry:
             self._note(said_of_iterators(moved))
 
     def observed(self) -> None:
-        """Record that the passes of a step succeeded. A comparison that is still missing is left to the next step."""
+        """Record that the passes of a step succeeded. If no passes could be compared, the next step compares them."""
         if self.undo.is_due:
             moved = self.undo.moved_iterators()
             if moved:
@@ -159,7 +159,7 @@ class Retry:
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Observe the writes of passes in the block without marking their kinds as observed."""
+        """Forget, after the block, which kinds of passes were observed in it, so that they are observed again later."""
         kinds, idle_iterators = {*self.undo.kinds}, {*self._idle_iterators}
         try:
             yield
@@ -186,7 +186,11 @@ class Retry:
             )
 
     def until_settled(self, passes: Callable[[], T], put_back: Callable[[], None]) -> T:
-        """Run the passes; repeat them while they change a value that a failed try left changed (see `Undo.leave`)."""
+        """Run the passes until they change no value that was kept from a failed try, and return their result.
+
+        `Undo.leave` keeps values that only failed tries have changed. If successful passes also change such a value,
+        it is part of the training state. It is then restored, and the passes run again.
+        """
         result = passes()
         while self.undo.has_left_state:
             put_back()
@@ -239,7 +243,10 @@ class Retry:
     def _pass(
         self, loss_of: LossOf, parameters: Sequence[nn.Parameter] | None, go_back: Callable[[], None]
     ) -> PassPrint | OomEvent | None:
-        """Run one pass from the saved state; return ``None`` if it fails, since the whole batch may still succeed."""
+        """Run one pass from the saved state, and return its fingerprints, or an event if memory ran out.
+
+        Returns ``None`` after any other error, because a pass of the whole batch may still succeed.
+        """
         go_back()
         loss: Tensor | None = None
 

@@ -9,7 +9,7 @@ _LONGEST_PAUSE_STEPS = 200
 
 @dataclass(slots=True)
 class SampledSteps:
-    """A counter of steps. Steps 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, ... are due, and from step 800 on every 200th."""
+    """A counter that selects the steps to inspect: 1, 2, 3, ..., 8, 10, 12, ..., and from step 800 on every 200th."""
 
     num_steps: int = 0
     next_look: int = 1

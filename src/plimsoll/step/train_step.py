@@ -97,8 +97,8 @@ class TrainStep:
             counts samples of this length, and a micro-batch of shorter samples holds more of them, up to the same
             number of elements. By default, the longest sample of each batch is used.
         backend: replaces the backend of the device, in a dry run.
-        position: replaces the step's record of its position, in a dry run.
-        files: the pool of memory-mapped files that hold the model, or ``None``.
+        position: the record of step and phase for error messages; a dry run passes its own.
+        files: the pool of memory-mapped files that hold the model; ``None`` if no model is stored in files.
         ranks: the ranks that train the same model on other parts of each batch with the same step. Gradients are summed
             once all ranks have computed them. If memory runs out on one rank, all ranks undo the step.
 
@@ -192,7 +192,10 @@ class TrainStep:
 
     @property
     def fallback(self) -> int:
-        """The number of the current fallback: 0 before the first batch, unless a checkpoint or a kill changed it."""
+        """The index of the current fallback in ``fallbacks``.
+
+        It is 0 before the first batch, unless a checkpoint was loaded or `begin_again_at` was called.
+        """
         is_unknown = self.fallback_schedule is None and not self._fallbacks.sizes
         return 0 if is_unknown else self._fallback_schedule_for(0).in_force
 
@@ -323,7 +326,13 @@ class TrainStep:
 
     @former_arguments(rung="fallback", too_large_rung="too_large_fallback")
     def begin_again_at(self, fallback: int, too_large_fallback: int | None = None) -> None:
-        """Start at a later fallback after the process was killed for memory (see `state_after_death`)."""
+        """Start at another fallback, after an earlier process of the run was killed because memory ran out.
+
+        Args:
+            fallback: the index of the fallback to start at.
+            too_large_fallback: the index of the fallback that killed the process; ``None`` if unknown. See
+                `state_after_death`.
+        """
         size = self._fallbacks.sizes[fallback]
         self.fallback_schedule, self._learned = None, state_after_death(self._learned, size, too_large_fallback)
         self._evaluator.begin_at(size.samples)
@@ -395,7 +404,10 @@ class TrainStep:
         return attempt_collectively(work, self.backend, self.position, self.ranks)
 
     def _all_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the model's parameters, then the optimizer's, which may be others. Shared parameters occur twice."""
+        """Yield the parameters of the model, then all parameters in the optimizer's groups.
+
+        Parameters in both occur twice. The optimizer may also have parameters outside the model.
+        """
         yield from self._parameters
         for group in self.workload.optimizer.param_groups:
             yield from group["params"]
@@ -405,9 +417,9 @@ class TrainStep:
             parameter.grad = None
 
     def _gradients_at(self, batch: Any, size: Size, own: Shape, shape: Shape) -> float:
-        """Install the techniques of this fallback's level if needed, and compute the gradients of this rank's samples.
+        """Compute the gradients of this rank's part of the batch, and return its contribution to the mean loss.
 
-        Return the contribution of these samples to the mean loss.
+        The techniques of ``size.level`` are installed before, unless they are installed already.
         """
         self.position.phase = "copy"
         self._use(size.level)
@@ -418,7 +430,7 @@ class TrainStep:
         return loss
 
     def _once(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
-        """Save the state, compute the gradients, and return this rank's part of the mean loss."""
+        """Save the training state, compute this rank's gradients, and return its contribution to the mean loss."""
         loss_of = partial(self._loss_of, batch, micro_batch) if self.ranks.is_alone else None
         self._retry.remember(batch, loss_of, None if self.workload.hooks.update_early else [*self._all_parameters()])
         releases_gradients = gradient_release(self.workload, micro_batch, own.num_samples) is not None
@@ -459,7 +471,7 @@ class TrainStep:
         return events
 
     def _gradients(self, batch: Any, micro_batch: int, own: Shape, shape: Shape) -> float:
-        """Accumulate the gradients of this rank's part of the batch, and return its part of the mean loss."""
+        """Accumulate the gradients of this rank's part of the batch, and return its contribution to the mean loss."""
         total = torch.zeros((), device=self.workload.device)
         micro_batches = weighted_micro_batches(batch, micro_batch, own, self.workload, shape.num_units)
         if self.workload.hooks.sharding.is_sharded:
@@ -527,7 +539,10 @@ class TrainStep:
         return self.fallback_schedule
 
     def _allowed(self, batch: Any, fallback_schedule: FallbackSchedule, fallback: int, shape: Shape) -> int:
-        """Return the number of the fallback to begin with. It splits the batch only if the loss is additive."""
+        """Return the index of the fallback with which the step begins.
+
+        This is ``fallback``, or a fallback that keeps the batch whole if the batch must not be split.
+        """
         self._is_asked = True
         if not self.ranks.is_alone or fallback_schedule.sizes[fallback].samples < shape.num_samples:
             # Install them first: the passes that compare losses may not fit without the techniques.
@@ -549,6 +564,6 @@ class TrainStep:
             )
 
     def _after_oom(self, event: OomEvent, fallback: int, shape: Shape) -> tuple[OomEvent, int | None]:
-        """Return the event with the action taken, and the next fallback's number; ``None`` if no fallback is left."""
+        """Return the event with the action taken, and the index of the next fallback; ``None`` if none is left."""
         assert self.fallback_schedule is not None
         return after_oom(event, fallback, shape, self.fallback_schedule, self._fallbacks, self.backend)

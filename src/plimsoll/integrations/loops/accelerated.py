@@ -35,7 +35,10 @@ def stepped_as_now(optimizer: AcceleratedOptimizer) -> Iterator[None]:
 
 
 def put_back_of_scaler(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
-    """Return a function that drops the records of a step in the gradient scaler; for ``remember`` of `Transaction`."""
+    """Return a function that drops the records of a step in the gradient scaler.
+
+    `Transaction` calls the function when it undoes the step.
+    """
     return partial(_put_back, accelerator, optimizer)
 
 

@@ -109,7 +109,7 @@ def loss_of_micro_batch(
 
 
 def adds_nothing(trainer: transformers.Trainer) -> bool:
-    """Return whether a trainer adds nothing to the loss of its model. Call this before its methods are wrapped."""
+    """Return whether a trainer uses the loss of its model unchanged. Call this before its methods are wrapped."""
     methods = {name: getattr(trainer, name) for name in ("compute_loss", "training_step", "prediction_step")}
     return (
         all(getattr(one, "__func__", None) is getattr(transformers.Trainer, name) for name, one in methods.items())

@@ -55,7 +55,7 @@ class Evaluations:
         refuse_unclear: raises if the units of a batch are unknown.
         why_whole: returns the reason why a batch must not be split; ``None`` if it may be split. Its arguments are the
             batch and a function that computes the loss of a micro-batch.
-        note: called with the out-of-memory events that were recovered from.
+        note: called with the out-of-memory events from which an evaluation has recovered.
     """
 
     def __init__(
@@ -187,7 +187,10 @@ class Evaluations:
         return self._fallback_schedule
 
     def _loss_of(self, predicted: Callable[[Any], Any], inputs: Any, micro_batch: Any, share: float) -> Tensor:
-        """Return the loss of a micro-batch with the part ``share`` of the batch's items; NaN if no loss is computed."""
+        """Return the loss of a micro-batch that has the fraction ``share`` of the batch's items.
+
+        Returns NaN if the trainer computes no loss.
+        """
         items = self._num_items(inputs)
         loss = self._with_items(None if items is None else items * share, predicted, copy.copy(micro_batch))[0]
         return torch.tensor(torch.nan) if loss is None else loss.mean()
@@ -206,7 +209,10 @@ class Evaluations:
     def _in_micro_batches(
         self, predicted: Callable[[Any], Any], inputs: Any, num_samples: int, shape: Shape
     ) -> tuple[Any, Any, Any]:
-        """Predict each micro-batch. For its loss, ``num_items_in_batch`` is reduced to the share of the micro-batch."""
+        """Predict a batch in micro-batches of ``num_samples``, and return its joined loss, logits and labels.
+
+        For the loss of a micro-batch, ``num_items_in_batch`` is reduced to the number of its own items.
+        """
         if num_samples == shape.num_samples:
             whole: tuple[Any, Any, Any] = predicted(inputs)
             return whole

@@ -210,7 +210,10 @@ class Evaluations:
         return self._reasons[name] is None
 
     def _compared(self, run: Callable[[Any], Any], batch: Any, kinds: Kinds, new: frozenset[Any]) -> str | None:
-        """Compare passes of as many samples as fit. Return why the batch must not be split; ``None`` if it may."""
+        """Compare passes of a few samples, as many as fit in memory.
+
+        Return why the batch must not be split; ``None`` if it may be split.
+        """
         for num_samples in _COMPARED:
             few = pick_samples(batch, telling_rows(batch, num_samples, first_rows(batch, new, num_samples // 2)))
             work = partial(self._reason_against, run, few)
@@ -241,7 +244,7 @@ class Evaluations:
         return None
 
     def _traces(self, work: Callable[[], Any]) -> dict[str, Any]:
-        """Run a pass. Return its output and its other effects, each by the words that describe it in messages."""
+        """Run a pass. Return its output and its other effects in a dict, whose keys describe them for messages."""
         before = {(owner, name): len(value) for owner, name, value in self._lists()}
         returned = work()
         kept = {
@@ -256,7 +259,11 @@ class Evaluations:
 
 
 def _logged(result: Any) -> Any:
-    """Return a value logged per epoch; NaN for a value logged per batch, which each micro-batch would overwrite."""
+    """Return the value of a logged ``result``, to be compared between passes.
+
+    Returns ``None`` for a metric, whose state is compared separately. Returns NaN, which equals nothing, for a value
+    logged per batch, because each micro-batch would overwrite it.
+    """
     if not result.is_tensor:
         return None  # a metric, whose state is compared separately
     return result.compute() if result.meta.on_epoch else math.nan

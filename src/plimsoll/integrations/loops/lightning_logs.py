@@ -14,7 +14,7 @@ from plimsoll.step.result import at_least_fp32
 
 
 def remember(results: Any, metrics: Sequence[Metric]) -> Callable[[], None]:
-    """Return a function that restores the current results of Lightning and the states of metrics.
+    """Save Lightning's logged results and the states of metrics, and return a function that restores them.
 
     Args:
         results: Lightning's results, by key.

@@ -76,7 +76,9 @@ def planned(
 
 
 def refuse_both(budget: str | int | None, batch: Any, options: dict[str, Any]) -> None:
-    """Refuse micro_batch or fallbacks together with a budget, whose plan sets them, and a batch without a budget.
+    """Refuse ``micro_batch`` or ``fallbacks`` together with a budget, and ``batch`` without a budget.
+
+    With a budget, the plan sets the micro-batch and the fallbacks. A batch is used only for planning.
 
     Raises:
         InputError: if they contradict each other.

@@ -25,7 +25,7 @@ def loss_of(
     Args:
         trainer: the trainer.
         fields: the fields of the trainer's batches that are not tensors.
-        items: ``num_items_in_batch``, the divisor of the loss.
+        items: ``num_items_in_batch``, the divisor of the loss; ``None`` if the trainer passes none.
         model: the model to use instead of the trainer's own model.
         batch: the tensors of a batch.
     """
@@ -42,9 +42,10 @@ def loss_of(
 def _holding(value: Any, model: nn.Module | None, other: nn.Module) -> Any:
     """Return a copy of a module or dict of modules in which ``other`` replaces ``model``.
 
-    If ``value`` does not contain the model, ``value`` itself is returned.
+    If ``value`` does not contain ``model``, ``value`` itself is returned.
 
-    The original is not changed, because a backward pass may call the other model later, as with cached gradients.
+    The original is not changed. So a backward pass that calls the module again later, as with cached gradients, still
+    calls ``other``.
     """
     if value is model:
         return other

@@ -259,7 +259,10 @@ class Transaction:
                 self._give_up()
 
     def metrics(self) -> dict[str, float]:
-        """Return values to log: peak and current bytes, samples per micro-batch, and the number of errors survived."""
+        """Return values to log, by name.
+
+        These are the peak and current bytes in use, the samples per micro-batch and the number of survived errors.
+        """
         use = self.backend.use()
         return {
             "plimsoll/peak_bytes": float(use.peak_bytes),
@@ -312,7 +315,10 @@ class Transaction:
         )
 
     def _all_gradients(self, samples: int) -> Tensor:
-        """Run the pending batches of an update, and return the loss of the last one."""
+        """Compute the gradients of the batches that still have to run, and record that their passes succeeded.
+
+        Return the mean loss of the last batch.
+        """
         loss = self._gradients(samples)
         self._retry.observed()
         return loss
@@ -326,7 +332,11 @@ class Transaction:
             self._fallbacks.use(level)
 
     def _ask_before_cut(self, samples: int) -> None:
-        """Check pending batches again if an earlier check ran out of memory; raise if one must not be split."""
+        """Check again whether pending batches may be split, if an earlier check ran out of memory.
+
+        Raises:
+            InputError: if one of them must not be split, but has more than ``samples`` samples.
+        """
         waiting = [] if self._is_asked else self._window[self._num_done :]
         for one in waiting:
             if samples < one.shape.num_samples and _can_differ(one.shape):
@@ -336,7 +346,7 @@ class Transaction:
         self._is_asked = True
 
     def _gradients(self, samples: int) -> Tensor:
-        """Run the pending batches, and return the mean loss of the last one."""
+        """Compute the gradients of the batches that still have to run, and return the mean loss of the last batch."""
         total = self._retry.until_settled(partial(self._passes, samples), self._put_back)
         self.position.phase = "clip"
         failpoint("clip")
@@ -406,7 +416,7 @@ class Transaction:
     # -- before and after ----------------------------------------------------------------------------------------------
 
     def _come_back(self, batch: Any = None) -> None:
-        """Record changes that the loop has made since the window's last batch, and save the state of the next one.
+        """Record changes that the loop has made since the window's last batch, and save the state for the next batch.
 
         Raises:
             OutOfMemoryError: if memory runs out; all batches of the step are undone.
@@ -467,7 +477,10 @@ class Transaction:
         return shape
 
     def _fallback_schedule_for(self, num_samples: int) -> FallbackSchedule:
-        """Return the fallback schedule. A batch larger than all earlier ones gets a new one with the known limits."""
+        """Return the fallback schedule for a batch of ``num_samples``.
+
+        A batch larger than all earlier batches gets a new schedule, which inherits the known memory limits.
+        """
         self._fallback_schedule = fallback_schedule_of(
             self._fallbacks,
             self._fallback_schedule,
@@ -479,13 +492,19 @@ class Transaction:
         return self._fallback_schedule
 
     def _keep_whole(self, fallback_schedule: FallbackSchedule, batch: Any, loss_of: LossOf, shape: Shape) -> bool:
-        """Exclude fallbacks that split batches if this one must stay whole. Return whether this could be found out."""
+        """Exclude fallbacks that split batches if ``batch`` must stay whole.
+
+        Returns:
+            Whether it is known if the batch may be split (see `InstalledFallbacks.keep_whole`).
+        """
         reason = partial(self.additivity.before_cut, batch, loss_of)
         with self._retry.undo.as_failed():
             return not _can_differ(shape) or self._fallbacks.keep_whole(fallback_schedule, self._whole, reason, shape)
 
     def _after_oom(self, event: OomEvent, fallback: int, known: dict[str, Any]) -> int:
-        """Record an out-of-memory event, and return the number of the next fallback.
+        """Record an out-of-memory event, and return the index of the next fallback.
+
+        ``known`` is the state of the fallback schedule from before the step.
 
         Raises:
             OutOfMemoryError: if no fallback is left.

@@ -46,7 +46,7 @@ Eager = Callable[[Any], Tensor]
 
 _MORE_PASSES = 2  # eager passes, if the first two differ, to find out which values vary
 _OWN_NUMBERS = {"cpu": {"torch"}, "cuda": {"device", "cudnn_dropout"}}
-"""Random states of a backend that belong to the device; the others belong to the host."""
+"""Names of the random states of a backend that belong to the device, by device type; all others belong to the host."""
 
 
 class Graph(Protocol):
@@ -70,7 +70,10 @@ GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
 
 @dataclass(slots=True)
 class Captured:
-    """A captured graph with its inputs and outputs, and the conditions of the pass at the capture (see `Around`)."""
+    """A captured graph with its static inputs and outputs, and the conditions of the pass at the capture (`around`).
+
+    ``seed`` is the gradient with which backward starts. ``num_holders`` are the counts that `let_go` records.
+    """
 
     graph: Graph
     inputs: Any

@@ -1,4 +1,4 @@
-"""Comparing a pass with other passes of the same samples, some of whose kernels may add in any order.
+"""Comparing a pass with other passes of the same samples, although some kernels may add in any order.
 
 Tensors that are bitwise identical in all eager passes must be bitwise identical in the compared pass. Other tensors may
 vary because of atomics, for example in the backward pass of embeddings and attention on a GPU. Their difference to the
@@ -35,7 +35,7 @@ class Seen(NamedTuple):
         return cls([*map(print_of, tensors)], [*map(_sample_of, tensors)], random_state)
 
     def has_bits_of(self, other: Seen) -> bool:
-        """Return whether everything is bitwise identical."""
+        """Return whether all results of two passes are bitwise identical."""
         return self.prints == other.prints and is_same_state(self.random_state, other.random_state)
 
 

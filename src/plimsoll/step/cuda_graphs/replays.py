@@ -130,7 +130,7 @@ class Replays:
             self._captured.pop().release()
 
     def reset(self) -> None:
-        """Forget the graph and everything learned about passes, because other techniques are installed."""
+        """Forget the graph and everything learned about passes. Called when other techniques are installed."""
         self.drop()
         self.num_replays = self._num_changes = self._num_idle = 0
         self.why_not, self._shape = None, None

@@ -1,1 +1,1 @@
-"""Passes, blocks and updates of a dry run whose events are repeated from an earlier run."""
+"""Parts of a dry run (passes, blocks, updates) that do not run, because the events of an equal part are copied."""

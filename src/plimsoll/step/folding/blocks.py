@@ -40,7 +40,7 @@ class BlocksDiffer(PlimsollError):
 
 
 class FoldedBlocks:
-    """The rows of alike blocks of one model.
+    """The rows of consecutive alike blocks of one model.
 
     Args:
         recorder: the recorder of the dry run.
@@ -104,7 +104,7 @@ class _Given(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """The result of a block: the position of the tensor that requires a gradient, and all other values."""
+    """The values that a block returned, except the tensor that requires a gradient, whose position is ``place``."""
 
     others: list[Any]
     place: int
@@ -115,7 +115,10 @@ class _Result(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """The forward pass of a block that ran."""
+    """The forward pass of a block that ran: its events, its result, and the row of its input in the record.
+
+    ``keeps_input`` is true if autograd saves the input for backward.
+    """
 
     stretch: Stretch
     begin: Place
@@ -129,12 +132,12 @@ class _Passed(NamedTuple):
 
 
 class _Row:
-    """One forward and backward pass over a row of blocks.
+    """One forward and backward pass over a row of consecutive alike blocks.
 
     Attributes:
         recorder: the recorder of the dry run.
         blocks: the blocks.
-        names: their names in the record.
+        names: the names of the blocks in the record of the dry run.
         noted: the blocks that do not run, for which events are copied, in forward order.
         last: the backward pass of the last block; ``None`` before it has run.
     """
@@ -272,9 +275,9 @@ class _Backward:
         self._before = [_row_of_gradient(recorder, one) for one in self._parameters]
 
     def _end_twins(self) -> None:
-        """Repeat frees of the last block for the blocks that do not run.
+        """Repeat, for the blocks that do not run, the frees between the last block's forward and backward pass.
 
-        These are storages, such as unsaved casts, that were freed between its forward and backward pass.
+        The freed storages are, for example, casts that autograd does not save.
         """
         stretch, begin = self._passed.stretch, self._passed.begin.storage
         twins = {row: [noted.begin_row + row - begin for noted in self._row.noted] for row in stretch.left}
@@ -311,7 +314,10 @@ class _Backward:
             row.last = self
 
     def _is_alone(self, begin: Place) -> bool:
-        """Return whether every op since ``begin`` belongs to the block, or to no module, as sums of gradients do."""
+        """Return whether no operation since ``begin`` belongs to a module outside the block.
+
+        Some operations, such as sums of gradients, belong to no module.
+        """
         recorder, name = self._row.recorder, self._row.names[self._number]
         texts = [*recorder._texts]
         modules = {texts[number] for number in recorder._ops[1][begin.op :]}

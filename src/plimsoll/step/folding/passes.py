@@ -66,13 +66,13 @@ def _is_known(code: Any) -> bool:
 
 
 class Folded:
-    """The passes of one dry run.
+    """The forward and backward passes of one dry run, each of which runs or repeats the events of an earlier pass.
 
     Args:
         recorder: the recorder of the dry run.
         workload: the training run.
         parameters: returns an iterator over the parameters that can have gradients.
-        blocks: folds blocks in the passes that run; ``None`` runs all blocks.
+        blocks: within the passes that run, skips alike blocks and repeats their events; ``None`` runs all blocks.
     """
 
     def __init__(
@@ -141,7 +141,10 @@ class _Given(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """A pass that ran: its inputs, the model's attributes, and the parameters that got a gradient."""
+    """A pass that ran: its inputs, the model's attributes before it, its events (``stretch``), and ``reached``.
+
+    ``reached`` holds the parameters that got their first gradient in this pass.
+    """
 
     given: _Given
     before: list[Any]

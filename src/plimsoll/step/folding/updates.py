@@ -27,7 +27,7 @@ _MOST_PARAMETERS = 8  # in a chunk: larger chunks are rarely alike, and comparin
 
 
 class FoldedUpdates:
-    """The chunks of the updates of one dry run.
+    """The optimizer updates of one dry run, in which only one of several alike chunks runs.
 
     Args:
         recorder: the recorder of the dry run.
@@ -76,7 +76,10 @@ class FoldedUpdates:
         return event
 
     def _take(self, parameter: nn.Parameter, example: dict[str, Any], made: Iterator[Tensor]) -> None:
-        """Free a parameter's gradient and set its states, as its update would."""
+        """Free a parameter's gradient and set its optimizer states, as its update would.
+
+        ``example`` holds the states of a parameter in the chunk that ran. ``made`` yields the tensors for new states.
+        """
         parameter.grad = None
         if not example:
             return
@@ -109,7 +112,7 @@ class _Done(NamedTuple):
 
 
 class _Notes(dict[str, Any]):
-    """The known values of a state that existed before the update."""
+    """The known values of a state tensor that existed before the update."""
 
 
 _NEW = object()

@@ -79,7 +79,13 @@ _KNOWN = LossCheck(verdict="known", why="a loss that is known to be additive")
 
 
 class _Found(NamedTuple):
-    """The loss of some samples in one pass and in parts, and observations from these passes."""
+    """The loss of some samples in one pass (``whole``) and in several passes (``parts``), and observations from these.
+
+    The differences are relative. ``most_difference`` is the difference that rounding explains, and ``by_rounding`` the
+    change that rounding the parameters causes. ``gradient_difference`` is ``None`` if no gradients were computed.
+    ``averages_weights`` is true if the loss averages over class weights. ``shows`` is false if loss and gradients are
+    all zero, which shows nothing.
+    """
 
     num_samples: int
     whole: float
@@ -156,7 +162,10 @@ class Additivity:
         return workload.kept_whole
 
     def news(self) -> LossCheck | None:
-        """Return the latest result if it is new since the last call; otherwise, or if the user decided it, ``None``."""
+        """Return the latest result if it is new since the last call.
+
+        Returns ``None`` otherwise, and always if the user's options determine the result.
+        """
         told, self._told = self._told, self.found
         return self.found if self._num_cuts and self.found is not told else None
 
@@ -421,7 +430,7 @@ def _is_again(whole: _Loss, again: _Loss, most_difference: float) -> bool:
 
 
 def _with_roundings(found: _Found, whole: _Loss, parts: list[_Loss], changed: list[_Loss]) -> _Found:
-    """Return ``found`` with the changes of loss and gradient that roundings of the parameters cause."""
+    """Return ``found`` with the changes of loss and gradient that rounding the parameters causes."""
     size = _loss_scale(whole, parts)
     changes = [abs(one.value - whole.value) / size for one in changed if size]
     by_rounding = max((change for change in changes if math.isfinite(change)), default=0.0)
@@ -487,7 +496,10 @@ def _judged(found: _Found, workload: Workload) -> tuple[Verdict, Reason | None]:
 
 
 def _said(workload: Workload, recut_loss: bool, never_cut: bool, is_known: bool) -> LossCheck | None:
-    """Return the result of the check if options or code determine it; ``None`` if losses must be compared."""
+    """Return the result of the check if the user's options or the code of the loss determine it.
+
+    Returns ``None`` if losses must be compared, or if the loss is known to be additive.
+    """
     if never_cut and recut_loss:
         raise InputError(f"never_cut={never_cut} forbids what recut_loss={recut_loss} allows: leave one of the two out")
     if never_cut:

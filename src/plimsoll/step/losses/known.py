@@ -31,14 +31,14 @@ _OF_FUNCTIONS: dict[str, Units] = {
     "ForTokenClassification": "tokens",
     "ForSequenceClassificationLoss": "samples",
 }
-"""The units of the loss functions of transformers."""
+"""The units (loss normalizer) that each loss function of transformers averages over."""
 
 _OF_CROSS_ENTROPY: dict[str, Units] = {
     "ForMaskedLM": "tokens",
     "ForTokenClassification": "tokens",
     "ForSequenceClassification": "samples",
 }
-"""The units of transformers classes that compute a cross entropy themselves, by the end of their names.
+"""The units (loss normalizer) of transformers classes that compute a cross entropy themselves, by name ending.
 
 Causal language models of this kind are unknown: they compare a position with its label or with the next label.
 """
@@ -48,7 +48,7 @@ _OF_OWN: dict[str, Units] = {
     "RecurrentLabeller": "tokens",
     "RecurrentClassifier": "samples",
 }
-"""The units of Plimsoll's models."""
+"""The units (loss normalizer) of Plimsoll's models, by class name."""
 
 _LIBRARIES = ("torch", "transformers", "peft", "plimsoll")
 _MORE_TERMS = re.compile("aux|router|balanc|z_loss|contrastive|diversity")  # in a forward that adds terms to the loss
@@ -70,7 +70,10 @@ def known_additive(workload: Workload) -> bool:
 
 
 def known_units(model: nn.Module) -> Units | None:
-    """Return the units that the loss of a model averages over, if it has no other term; ``None`` if unknown."""
+    """Return the units that the loss of a model averages over.
+
+    Returns ``None`` if the units are unknown or the loss has another term.
+    """
     plain = _plain(model)
     if not _is_unchanged(model) or _has_virtual_tokens(model):
         return None
@@ -149,7 +152,7 @@ def _units_of_head(model: nn.Module) -> Units | None:
 
 
 def _calls_of(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yield a loss function and the functions that compute it."""
+    """Yield a loss function of transformers and the functions that it calls to compute the cross entropy."""
     yield function
     yield nn.functional.cross_entropy
     inside = getattr(sys.modules[function.__module__], "fixed_cross_entropy", None)

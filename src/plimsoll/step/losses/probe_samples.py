@@ -62,7 +62,11 @@ def joined_samples(batches: Sequence[Any]) -> Any:
 
 
 class Kinds:
-    """The kinds of batches that were compared, as tuples: fields, their fillers, and the labels that occurred.
+    """A record of the properties (kinds) of batches whose losses have been compared.
+
+    A batch needs a new comparison if it has a kind that no earlier batch had. A kind is a tuple that begins with the
+    path of a field. It names the field's dtype and dimensions, a filler, or a label that occurs in the field. Callers
+    may add kinds without a field, such as the mode of the model.
 
     A field whose number of distinct values keeps growing holds no labels, but sample numbers or token ids, for example.
     So at most `MOST_VALUES` labels and `MOST_FILLERS` fillers are distinguished in a field.
@@ -124,7 +128,10 @@ def rows_with(batch: Any, kinds: Iterable[tuple[Any, ...]]) -> Iterator[tuple[tu
 def first_rows(
     batch: Any, kinds: Iterable[tuple[Any, ...]], most: int, is_usable: Callable[[int], bool] = lambda row: True
 ) -> list[int]:
-    """Return the indices of up to ``most`` samples, each with another of the labels in ``kinds``, the rarest first."""
+    """Return the indices of up to ``most`` samples that have labels in ``kinds``, with one sample for each label.
+
+    Samples with the rarest labels are chosen first. ``is_usable`` returns whether a sample may be chosen.
+    """
     chosen: list[int] = []
     for _, rows in sorted(rows_with(batch, kinds), key=lambda one: (len(one[1]), one[1])):
         if len(chosen) == most:

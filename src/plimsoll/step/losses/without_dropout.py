@@ -25,10 +25,10 @@ _DROPS: set[Callable[..., Any]] = {
     torch.feature_alpha_dropout,
 }  # fmt: skip
 _ATTENTIONS = {functional.scaled_dot_product_attention: 4, functional.multi_head_attention_forward: 10}
-"""Functions with an argument ``dropout_p``, and its position."""
+"""Functions with an argument ``dropout_p``, and the position of this argument."""
 
 _MEANS = {functional.cross_entropy: 6, functional.nll_loss: 6}
-"""Functions that average over the weights of the labels, if given, and the position of ``reduction``."""
+"""Functions that average over class weights if these are given, and the position of the argument ``reduction``."""
 
 
 class Undropped(TorchFunctionMode):
@@ -96,7 +96,7 @@ _AFTER_DROPOUT: dict[Any, tuple[str, ...]] = {
 
 
 def _named(func: Any, place: int, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the positional arguments after the dropout argument, by name."""
+    """Return those positional arguments in ``args`` that follow the dropout argument at index ``place``, by name."""
     return dict(zip(_AFTER_DROPOUT[func], args[place + 1 :], strict=False))
 
 

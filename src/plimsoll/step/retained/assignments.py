@@ -31,7 +31,7 @@ _METHODS_WITHOUT_GRAPH, _FUNCTIONS_WITHOUT_GRAPH = {"detach", "item", "tolist", 
 
 
 class Assignment(NamedTuple):
-    """A line that stores a value: its place, its code, and a replacement that drops the graph."""
+    """A line that stores a value: its file and line number, its code, and a replacement that drops the graph."""
 
     place: str
     code: str
@@ -41,7 +41,7 @@ class Assignment(NamedTuple):
 def assignment_of(
     owners: Iterable[Any], variable: str, value: Any = None, also_without_graph: bool = False
 ) -> Assignment | None:
-    """Find the line that stores ``variable``.
+    """Find the line of user code that stores a value in ``variable``; ``None`` if no line is found.
 
     Args:
         owners: the object with the attribute, or the function or code with the variable; then the objects that contain
@@ -133,7 +133,7 @@ class _Wanted(NamedTuple):
 
 
 def _added(node: ast.AST, wanted: _Wanted) -> ast.Call | None:
-    """Return the call in a statement that adds an item to the wanted container."""
+    """Return the call in a statement that adds an item to the wanted container, such as ``.append``; else ``None``."""
     call = node.value if isinstance(node, ast.Expr) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in _ADDS:
         return None

@@ -115,7 +115,7 @@ class GraphWatch:
             raise told from error
 
     def look(self, step: int) -> None:
-        """Check, if due, which graphs are alive after ``step``. At this time, its own graph should be freed, too."""
+        """Check, if due, which graphs are alive. Call this after ``step``, when its own graph should be freed, too."""
         is_due = self.is_due
         self._sampled_steps.passed(looked=is_due)
         self.failure = ""
@@ -128,11 +128,14 @@ class GraphWatch:
             self.lines.append(GraphLine(step=step, retained=tuple(found)))
 
     def line_of(self, step: int) -> GraphLine | None:
-        """Return the finding for ``step`` if it was the last check and had one."""
+        """Return the latest finding if it belongs to ``step``, otherwise ``None``."""
         return self.lines[-1] if self.lines and self.lines[-1].step == step else None
 
     def _of_holder(self, retained: RetainedTensor, step: int) -> RetainedGraph | None:
-        """Return the finding that an object keeps graphs alive, or ``None``, and mark the tensors that it holds now."""
+        """Mark the tensors that an object holds now, and return a finding if the object keeps earlier graphs alive.
+
+        Returns ``None`` if it keeps no earlier graph alive.
+        """
         marks = self._marks.setdefault(retained.name, _Marks(retained.name))
         marked, alive = tuple(marks.by_step), marks.alive()
         marks.add(step, retained.tensors[-_MOST_MARKED:])

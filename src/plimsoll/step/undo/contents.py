@@ -16,10 +16,10 @@ from plimsoll.step.undo.find_state import Place, Reached, is_of_pass, is_same
 
 
 class Places:
-    """Places whose contents are saved repeatedly.
+    """Python containers (`Place`) whose contents are saved repeatedly.
 
     Args:
-        places: the places; a place and its content have the same index.
+        places: the containers. `contents` uses the same indices.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -39,12 +39,12 @@ class Places:
 
 
 class Contents:
-    """The contents of places at one time: the items of lists, or the keys and values of dicts.
+    """The contents of Python containers (`Place`) at one time: the items of lists, or the keys and values of dicts.
 
     Args:
-        are_dicts: whether each content is a dict.
-        containers: the content of each place.
-        values: for each place, the values of its dict; empty if it is not a dict.
+        are_dicts: for each container, whether its content is a dict.
+        containers: the content of each container.
+        values: for each container, the values of its dict; empty if the content is not a dict.
     """
 
     def __init__(self, are_dicts: list[bool], containers: Sequence[Any], values: Sequence[Collection[Any]]) -> None:
@@ -74,20 +74,20 @@ class Contents:
         self._replaced[number] = content
 
     def extend(self, other: Contents) -> None:
-        """Append the contents of other places, whose indices follow the existing ones."""
+        """Append the contents of other containers (`Place`). Their indices continue after the existing ones."""
         self._are_dicts = self._are_dicts + other._are_dicts
         self._num_items, self._num_values = self._num_items + other._num_items, self._num_values + other._num_values
         self._items, self._values, self._begins = self._items + other._items, self._values + other._values, None
 
     def let_go(self) -> None:
-        """Drop references to results of passes. A place that contained one always counts as different afterwards."""
+        """Drop references to results of passes. A container that held one always counts as different afterwards."""
         nothing = object()
         self._items, self._values = (
             [nothing if is_of_pass(one) else one for one in part] for part in (self._items, self._values)
         )
 
     def differing(self, other: Contents) -> list[int]:
-        """Return the indices of the places whose items are other objects, or in another order."""
+        """Return the indices of the containers that hold other objects than in ``other``, or in another order."""
         found = [number for number, content in self._replaced.items() if not is_same(content, other[number])]
         waiting = [(0, len(self))] if len(self) else []
         while waiting:
@@ -103,7 +103,10 @@ class Contents:
         return found
 
     def _parts(self, begin: int, end: int) -> tuple[list[Any], list[Any]]:
-        """Return the items and values of the places from ``begin`` to ``end``, exclusive."""
+        """Return the saved items (keys of dicts) and dict values of several containers (`Place`).
+
+        The containers are those with indices from ``begin`` up to, but not including, ``end``.
+        """
         if (begin, end) == (0, len(self)):
             return self._items, self._values
         if self._begins is None:
@@ -114,7 +117,7 @@ class Contents:
 
 
 def contents_of(reached: Reached) -> Contents:
-    """Return the contents of all places that were reached, without results of passes."""
+    """Return the contents of all containers that the search reached, without results of passes."""
     contents = Places([place for _, place in reached.places]).contents()
     contents.let_go()
     return contents

@@ -77,7 +77,10 @@ _MOST_PLACES = 50_000
 
 
 class Place(ABC):
-    """An object that may hold state: its content can be copied, and later be replaced by the copy."""
+    """A container that may hold state, such as a list or the attributes of an object.
+
+    Its content can be copied, and later be replaced by the copy.
+    """
 
     @abstractmethod
     def content(self) -> Any:
@@ -88,9 +91,9 @@ class Place(ABC):
         """Replace the content."""
 
     def container(self) -> Any:
-        """Return the container itself, so that items not yet found can be collected from it.
+        """Return the list, dict or other object that this place wraps, so that it can be read without a copy.
 
-        Returns ``None`` if items can be reached only through `content`.
+        Returns ``None`` if it must not be read directly. Its items are then read through `content`.
         """
         return None
 
@@ -117,7 +120,7 @@ class Items(Place):
             (kind.update if isinstance(container, set) else kind.extend)(container, content)
 
     def container(self) -> Any:
-        """Return the container if its type is Python's own, so that iteration has no side effects."""
+        """Return the wrapped container; ``None`` if it is of a subclass, whose iteration may have side effects."""
         return self.items if type(self.items) in {dict, OrderedDict, list, deque, set} else None
 
 
@@ -178,7 +181,10 @@ class Attributes(Place):
             own.update(content)
 
     def container(self) -> Any:
-        """Return the dict of all attributes, also those in ``left_out``; ``None`` for a class: `content` filters it."""
+        """Return the dict of all attributes, also those in ``left_out``.
+
+        Returns ``None`` for a class, because only `content` leaves out methods and descriptors.
+        """
         own = vars(self.owner)
         return None if isinstance(own, MappingProxyType) else own
 
@@ -312,7 +318,7 @@ def is_of_pass(value: Any) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two contents hold the identical objects in the same order."""
+    """Return whether two contents of a `Place` hold the identical objects in the same order."""
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
@@ -434,7 +440,7 @@ class _Walk:
         self._waiting.extend((f"a hook of {name}", hook) for of_kind in kept for hook in of_kind.values())
 
     def _put(self, name: str, place: Place, own_name: str = "") -> None:
-        """Add a place, and queue its items for the search. Their names begin with ``name``."""
+        """Add a container, and queue its items for the search. The names of the items begin with ``name``."""
         content = place.content()
         if not content and isinstance(place, Closure | Globals):
             return

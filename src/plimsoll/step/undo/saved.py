@@ -69,7 +69,7 @@ class SavedTensor:
 
     @property
     def key(self) -> int | None:
-        """The key of the storage, as `plimsoll.step.undo.written.key_of` defines it."""
+        """The key of the storage (see `written.key_of`); ``None`` for a tensor without a plain storage."""
         return int(self.owner._cdata) if isinstance(self.owner, torch.UntypedStorage) else None
 
     @property
@@ -193,7 +193,11 @@ class _CannotTellError(Exception):
 
 
 def _parts_of(value: Any, depth: int) -> Iterator[Any]:
-    """Yield values that differ if an iterator advances: counts, instruction offsets and referenced objects."""
+    """Yield parts of ``value`` that differ if an iterator advances: counts, instruction offsets, referenced objects.
+
+    Raises:
+        _CannotTellError: if ``value`` has a part of an unknown type, or is nested too deeply.
+    """
     if depth > _MOST_DEPTH:
         raise _CannotTellError
     if value is None or isinstance(value, (*_PLAIN, range, *_OF_PROGRAMS)):

@@ -1,8 +1,8 @@
 """Snapshots of the Python state of code outside this package, so that work of this code can be undone and repeated.
 
-A `Snapshot` holds the contents of places, arrays and generators (`plimsoll.step.undo.user_state`). `Snapshot.run` also
-copies the tensors that the work writes (`plimsoll.step.undo.written`). `Snapshot.put_back` restores everything except
-the objects named in ``lost``.
+A `Snapshot` holds the contents of containers (`Place`), arrays and generators (`plimsoll.step.undo.user_state`).
+`Snapshot.run` also copies the tensors that the work writes (`plimsoll.step.undo.written`). `Snapshot.put_back` restores
+everything except the objects named in ``lost``.
 
 Only failures change some values, such as a list of errors, or a counter that makes a test fail once. `Snapshot.changes`
 lists the values that failed work changed and successful work never did. After a second failure, a last try starts with
@@ -145,7 +145,7 @@ class Snapshot:
             saved.restore()
 
     def _changed(self) -> list[tuple[Known, Any, Any]]:
-        """Return the places whose content has changed, with the old and the new content."""
+        """Return each container whose content has changed, with its old and its new content."""
         pairs = ((known, before, known.place.content()) for known, before in self._places)
         return [one for one in pairs if (one[1] or one[2]) and not is_same(one[2], one[1])]
 

@@ -47,7 +47,7 @@ class Watched:
 
 @dataclass(slots=True)
 class Before:
-    """The objects that were reached and their state before the step."""
+    """The objects that a search for state reached, and their state before the step."""
 
     reached: Reached
     watched: Watched
@@ -64,7 +64,7 @@ class Before:
     gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = field(default_factory=list)
 
     def changed(self) -> Iterator[tuple[str, Place, Any, Any]]:
-        """Yield each place whose content has changed, as name, place, old content and new content."""
+        """Yield each container whose content has changed: its name, the `Place`, the old and the new content."""
         now = self.watched.places.contents()
         for number in self.contents.differing(now):
             yield *self.reached.places[number], self.contents[number], now[number]

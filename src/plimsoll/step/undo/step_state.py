@@ -60,7 +60,7 @@ class Undo:
     Attributes:
         lost: names of the objects that the last `restore` could not put back.
         is_updating: whether the update is running. Other code undoes its writes to the trained parameters.
-        kinds: combinations of module modes and batch kinds that have been observed.
+        kinds: observed combinations of the modules' modes (training or evaluation) and the kind of batch.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class Undo:
         self._left = [] if all_of_it else [one for one in self._left if one[0] not in self._moving]
 
     def _begin_with(self, contents: Sequence[tuple[Place, Any]]) -> None:
-        """Set places to other contents, in the program and in the saved state."""
+        """Replace the contents of containers (`Place`), in the program and in the saved state."""
         for place, content in contents:
             place.fill(content)
         for before in self._before:

@@ -1,6 +1,7 @@
 """The Python state of code outside this package (`plimsoll.step.undo.find_state`), tracked from one call to the next.
 
-The tracked work is an optimizer's update, or a part that follows an update. The state of its owner is searched once,
+The tracked work is an optimizer's update, or a function that runs after an update. State is held in containers such as
+lists, dicts and attributes, each of which is called a place (`Place`). The state of the work's owner is searched once,
 and again when a new object appears in a place. Every place and up to 64 MiB of arrays are copied in three cases: in the
 first calls, in ever fewer later calls (`plimsoll.step.sampled_steps`), and when work is retried. Other calls copy only
 the places that were observed to change, the 256 places nearest to the owner, and up to 1 MiB of arrays. The other
@@ -37,9 +38,9 @@ Named = tuple[str, Any]
 Array = numpy.ndarray[Any, Any]
 
 Moving = set[tuple[str, Any]]
-"""Items that successful work has changed: pairs of the name of a place and a key in it."""
+"""Items that successful work has changed: the name of a place (`Place`), and a key in its content."""
 Slot = tuple[str, Any]
-"""The name of a place, and a key or an index in it."""
+"""The name of a place (`Place`), and a key or an index in its content."""
 
 _NUM_NEAR = 256
 _MOST_BYTES_AT_A_LOOK = 64 << 20
@@ -47,7 +48,7 @@ _MOST_BYTES_AT_A_LOOK = 64 << 20
 
 @dataclass(slots=True)
 class Known:
-    """A place, and its content when it was last copied."""
+    """A container that may hold state (`Place`), and its content when it was last copied."""
 
     name: str
     place: Place
@@ -71,7 +72,7 @@ class Known:
 
 
 class Kept:
-    """The state that some roots reach.
+    """The Python state that can be reached from some objects (the roots), to be tracked over repeated work.
 
     Args:
         roots: returns the roots in groups; an object that several groups reach belongs to the first of them.
@@ -161,7 +162,7 @@ class Kept:
         self.parts, self.copied, self.others, self._is_first = [], [], [], False
 
     def forget(self) -> None:
-        """Drop all references to objects. Facts that are stored by name remain."""
+        """Drop all references to objects. The names of changed places and arrays are kept."""
         self.parts, self.copied, self.others = [], [], []
         self._lasting, self._places, self._exchanging, self._kept = [], [], [], {}
         self._often, self._rarely, self._chosen_for = [], [], -1

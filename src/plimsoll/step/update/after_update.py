@@ -54,6 +54,11 @@ class AfterUpdate:
     ) -> None:
         """Run the parts that follow the update of the last completed step in ``position``.
 
+        Args:
+            scaler: the gradient scaler, whose scale is updated; ``None`` without fp16.
+            schedule: the learning-rate schedule to step, if any.
+            tidy_ups: further functions to call, which clean up after the step.
+
         Raises:
             AfterUpdateError: if memory ran out in a part and in each retry, or if changes of the part cannot be undone.
         """
@@ -114,7 +119,7 @@ class AfterUpdate:
         return event, snapshot.changes
 
     def _kept_of(self, number: int, part: Part) -> Kept:
-        """Return the `Kept` state of a part's owners. The object of earlier steps is reused if the part is the same."""
+        """Return the tracker of the state of a part's owners. It is reused in later steps for the same part."""
         groups = self._optimizer.param_groups
         work, of_groups, kept = self._kept.get(number, (None, None, None))
         if kept is None or work != part.work or of_groups is not groups:

@@ -63,7 +63,8 @@ _OUTSIDE_KEPT_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 class _Chunk:
     """Parameters that are updated in one call; ``groups`` maps the index of a parameter group to its parameters.
 
-    A chunk that is not separable represents the whole optimizer, and has all parameters with gradients.
+    ``is_separable`` is true if the optimizer updates each parameter separately. Otherwise the chunk represents the
+    whole optimizer, and has all parameters with gradients. ``left`` holds changes of a failed try that a retry keeps.
     """
 
     is_separable: bool
@@ -138,7 +139,7 @@ class StepCommit:
 
     Attributes:
         folded: in a dry run whose passes repeat, runs only one of several alike chunks; otherwise ``None``.
-        outcome: the event that prevented the last step, or ``None``.
+        outcome: the event that prevented the last step; ``None`` if the step was completed.
         was_called: whether `step` was called.
         recovered: out-of-memory events that did not prevent the step.
     """
@@ -296,7 +297,7 @@ class StepCommit:
         return self._chunks
 
     def _do(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
-        """Update one chunk and release its gradients, or leave it unchanged.
+        """Update one chunk and release its gradients. If memory runs out, leave it unchanged and return the event.
 
         ``others`` are chunks that are updated later. If their update would not fit, this chunk is undone.
         """
@@ -377,7 +378,7 @@ class StepCommit:
         """Return an event if too little memory is free to update the chunks one after another, otherwise ``None``.
 
         The peak is all new states plus the largest temporaries of any chunk. Unknown states are assumed to take
-        ``times`` the parameters' bytes. If ``is_next``, the chunk before frees gradients, which on a GPU cover the
+        ``times`` the parameters' bytes. If ``is_next``, the previous chunk frees gradients, which on a GPU cover the
         temporaries. This does not hold on the CPU: an aligned block does not fit in a hole of its size.
         """
         blocks = blocks_of_states(self.optimizer, self._stateless(chunks), times)
@@ -390,7 +391,14 @@ class StepCommit:
         return agreed(event, self._position, self._ranks) if self._is_undone_by_all else event
 
     def _do_without_copy(self, chunk: _Chunk, others: list[_Chunk]) -> OomEvent | None:
-        """Update a chunk that cannot be undone, after proving that its peak memory is free."""
+        """Update a chunk that cannot be undone, after proving that its peak memory is free.
+
+        Returns:
+            An event if too little memory is free and the chunk was not updated, otherwise ``None``.
+
+        Raises:
+            TornStepError: if memory runs out in the update after all.
+        """
         self._scratch[chunk.place[1]].clear()
         self._backend.release()
         no_room = self._agreed(self._lacks_room([chunk, *others]))
@@ -481,7 +489,10 @@ def only(optimizer: torch.optim.Optimizer, members: dict[int, list[nn.Parameter]
 
 
 def _switches_of(optimizer: torch.optim.Optimizer) -> object:
-    """Return which settings are on or nonzero, in each group; they determine which tensors an update writes."""
+    """Return which settings of each parameter group are nonzero or true.
+
+    These settings determine which tensors an update writes.
+    """
     plain = (bool, int, float, type(None))
     groups = optimizer.param_groups
     return str([[bool(value) for value in group.values() if type(value) in plain] for group in groups])

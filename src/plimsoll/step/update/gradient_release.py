@@ -100,7 +100,7 @@ class GradientRelease:
             self._update()
 
     def _update(self) -> None:
-        """Copy the waiting parameters and their states, then update them."""
+        """Back up the waiting parameters and their optimizer states, then update the parameters."""
         if not self._waiting:
             return
         chunk, self._waiting = self._waiting, []

@@ -148,7 +148,7 @@ class ChunkCopy:
                 self._rows.append((tensor, rows_U, tensor.detach().index_select(0, rows_U)))
 
     def keep(self) -> None:
-        """Make the update permanent."""
+        """Make the update permanent: write the borrowed states back, if there are any."""
         if self._lender is not None:
             self._lender.keep()
 
