@@ -53,7 +53,7 @@ def test_an_lstm_is_refused_where_plain_autocast_fails_and_runs_elsewhere():
             model(torch.zeros(2, 1, 3))
     except RuntimeError:
         fault = lstm_fault(model, "bf16")
-        assert "for this processor" in fault
+        assert "on this processor" in fault
         assert Autocast().choices(made, setting(device="cpu")) == fault
         assert Autocast().choices(made, setting("bf16", "cpu")) == fault
         assert Autocast().conflicts(BF16, (), made, setting("bf16", "cpu")) == fault
