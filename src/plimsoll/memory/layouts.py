@@ -33,7 +33,10 @@ _FREE_LAYOUT = {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}  # depen
 
 
 class _Kind(NamedTuple):
-    """The kind of an op, and the position and name of the argument that it writes to and returns."""
+    """The kind of an op, and the position and name of the argument that it writes to and returns.
+
+    Without such an argument, the position is -1 and the name is ``""``.
+    """
 
     name: Literal["view", "new", "writes", "other"]
     place: int = -1
@@ -183,7 +186,7 @@ def _is_written(one: Any) -> bool:
 
 
 def _asked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Return the cache key of a call. The default dtype is included because it may be the type of a Python number."""
+    """Return the cache key of a call. It includes the default dtype, which results of Python numbers may have."""
     return op, torch.get_default_dtype(), _signature(args), _signature((*kwargs.items(),))
 
 
@@ -208,7 +211,7 @@ def _layout_of(tensor: Any) -> _Layout:
 
 
 def _are_alone(made: list[Any], tensors: list[Any]) -> bool:
-    """Return whether each tensor fills its memory and shares it with no other tensor or argument."""
+    """Return whether each tensor in ``made`` fills its memory and shares it with no other tensor or argument."""
     if not all(isinstance(one, FakeTensor) and one.layout is torch.strided and one.constant is None for one in made):
         return False
     of_arguments = {one.untyped_storage()._cdata for one in tensors}

@@ -102,7 +102,7 @@ class PlanningInput(Protocol):
         ...
 
     def baseline(self) -> Estimate:
-        """Return the memory of a process on the CPU without the training."""
+        """Return the memory that the training process uses on the CPU before it has a model."""
         ...
 
     def facts(self, target: str) -> dict[str, str]:
@@ -199,7 +199,7 @@ class JobInput:
             backend.restore_random_state(random_state)
 
     def baseline(self) -> Estimate:
-        """Wait for the baseline of a training process."""
+        """Wait for the baseline: the memory that the training process uses on the CPU before it has a model."""
         assert self._started is not None
         return self._started.wait()
 

@@ -38,7 +38,10 @@ _NOWHERE = -1 << 62  # the start of a block that is a separate memory mapping
 
 @dataclass(frozen=True)
 class HeapReplay:
-    """The effect of a list of calls on a heap. The arrays have an entry for each ``ROW`` in `HeapCalls`."""
+    """The effect of a list of malloc and free calls on a heap.
+
+    Each array has one entry per ``ROW`` in `HeapCalls`.
+    """
 
     resident_bytes: NDArray[np.int64]
     address_bytes: NDArray[np.int64]

@@ -365,7 +365,10 @@ def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: H
 
 
 class _SafeSoftmax(torch.autograd.Function):
-    """Autograd function of `_safe_softmax` with its temporaries: rows that are masked completely become zeros."""
+    """Autograd function that computes `_safe_softmax` and allocates the same temporaries.
+
+    Fully masked rows become zeros.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:

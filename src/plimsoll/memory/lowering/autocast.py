@@ -249,7 +249,10 @@ _casts = _Casts()
 
 
 def _cast(tensor: Any, dtype: torch.dtype, may_keep: bool = True) -> Any:
-    """Return a cast tensor, cached if it is a parameter (`cached_cast`, without its exception for CUDA graphs)."""
+    """Return a tensor cast to ``dtype``; with ``may_keep``, the cast of a float32 parameter is cached.
+
+    Follows `cached_cast`, without its exception for CUDA graphs.
+    """
     if not _eligible(tensor) or tensor.dtype == dtype:
         return tensor
     keep = (

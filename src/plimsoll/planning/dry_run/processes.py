@@ -136,7 +136,7 @@ class Tracers:
                 future.set_result(content)
 
     def _begin(self) -> tuple[Asked, Future[bytes | None]] | None:
-        """Wait for the next requested trace and return it; return ``None`` when the block ends."""
+        """Wait for a request. Return it and the future of its trace, or ``None`` when the block ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._expected or self._supposed)
             if self._is_over:
@@ -177,7 +177,7 @@ def _forked(number: int, job: Job, texts: TextSketch) -> Iterator[_Worker]:
 
 
 def _trace_as_asked(connection: Connection, job: Job, texts: TextSketch, parent: int) -> None:
-    """Make requested traces and send them; for a trace that fails, send an empty answer."""
+    """Make requested traces and send them. If a trace fails, send an empty message."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt goes to the parent, which ends this process
     end_with(parent)
     with suppress(EOFError):

@@ -85,7 +85,7 @@ class StageBackend:
         return nullcontext()
 
     def reserved(self, sizes: list[int]) -> nullcontext[None] | None:
-        """Report that the blocks are reserved, if a real backend of this kind can reserve them."""
+        """Return a context that reserves nothing; ``None`` for a GPU, whose real backend cannot reserve memory."""
         return nullcontext() if self.kind == "cpu" else None
 
     def without_holes(self) -> nullcontext[None]:
@@ -267,7 +267,10 @@ def dry_run_step(
 
 
 def _folding_blocks(trace_with: Callable[[bool, bool], Trace]) -> Callable[[bool], Trace]:
-    """Return a function that traces with equivalent blocks folded, or with all blocks if the folded blocks differ."""
+    """Return a function that traces only one of several equivalent blocks and repeats its events for the others.
+
+    If the blocks differ after all, the function traces every block.
+    """
 
     def traced(keeps_all: bool) -> Trace:
         with suppress(BlocksDiffer):
@@ -317,9 +320,10 @@ def _take_steps(stage: DryRun, step: TrainStep, batches: list[Any], held_out: An
 
 
 def dry_run_samples(batch_size: int, micro_batch: int) -> int:
-    """Return the samples in a dry-run batch: at most `_MOST_MICRO_BATCHES` micro-batches, and the batch's remainder.
+    """Return the number of samples in a dry-run batch.
 
-    The second micro-batch has gradients to add to. A smaller last micro-batch never needs the most memory.
+    They are at most `_MOST_MICRO_BATCHES` micro-batches and the batch's remainder. The second micro-batch has gradients
+    to add to. A smaller last micro-batch never needs the most memory.
     """
     return min(batch_size, _MOST_MICRO_BATCHES * micro_batch + batch_size % micro_batch)
 
@@ -387,7 +391,7 @@ def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[s
 
 
 def uneven_batch(job: Job, texts: TextSketch) -> dict[str, Tensor]:
-    """Return a few made-up samples of a job, with different lengths if the job's may differ."""
+    """Return a few made-up samples of a job. Their lengths differ if the lengths of real samples may differ."""
     length = min(job.sequence_length, _SHORT)
     fields = _batch(job, texts, _FEW, length)
     is_padded = torch.arange(length) >= torch.arange(length, length - _FEW, -1).clamp(min=2)[:, None]

@@ -27,7 +27,10 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of tracing one combination of techniques at one micro-batch size."""
+    """The result of tracing one combination of techniques at one micro-batch size.
+
+    ``phases`` has the peak of each phase of a step. ``parts`` has the bytes of each category at the peak.
+    """
 
     choices: Choices
     micro_batch: int

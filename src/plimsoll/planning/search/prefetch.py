@@ -44,7 +44,7 @@ def not_traced(choices: Choices) -> Evaluation:
 def asked_in_turn(
     go_on: Callable[[], object], guess: Callable[[Choices], None], at_length: Mapping[Choices, Evaluation]
 ) -> Iterator[Likely]:
-    """Yield the combinations that a search requests, in order; a guess answers each request before the next.
+    """Yield the combinations that a search requests, in order. After each, a guess replaces the result of the trace.
 
     Args:
         go_on: runs the copied search again, until `not_traced` raises or the search ends.

@@ -409,7 +409,10 @@ class _Search:
         )
 
     def _simpler(self, evaluation: Evaluation, limit_bytes: int) -> Choices | None:
-        """Return an untraced combination with one choice fewer that may be as fast, despite its guess, or ``None``."""
+        """Return an untraced combination with one choice fewer that may be as fast, or ``None``.
+
+        Its guessed step time may be slightly longer, because guesses have an error.
+        """
         shorter = [
             combination
             for combination in self._known.combinations()
@@ -460,7 +463,10 @@ class _Search:
     # -- fallbacks and alternatives ------------------------------------------------------------------------------------
 
     def _fallbacks(self, chosen: Evaluation) -> Iterator[Evaluation]:
-        """Yield the fallbacks: the fastest known combination within each share of the plan's need, then the leanest.
+        """Yield the fallbacks of a plan, in order of falling memory need.
+
+        For each of several fractions of the plan's need, take the fastest known combination that needs no more. Then
+        take the leanest combination.
 
         Fallbacks need not be optimal, so the traces that were made for the plan are used. One more trace, with all
         remaining techniques together, shows how far the need can fall.

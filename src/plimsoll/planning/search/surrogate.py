@@ -132,7 +132,7 @@ class Surrogate:
         self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # errors (bytes, s) by combination and size
 
     def copied(self) -> Surrogate:
-        """Return a copy that learns independently."""
+        """Return a copy. Effects that the copy learns do not change this object."""
         other = copy(self)
         other._effects, other._supposed = dict(self._effects), dict(self._supposed)
         other._off = {combination: dict(points) for combination, points in self._off.items()}
