@@ -104,7 +104,10 @@ def _moment(trace: Trace, row: int) -> Moment:
 
 
 def _peak(trace: Trace) -> tuple[Side, Counter[_Key]]:
-    """Return the peak of a trace, and the bytes that are live at the peak by op, module and category."""
+    """Return the peak of a trace, and the bytes that are live at the peak by op, module and category.
+
+    The op and module of a storage are those that made it.
+    """
     live = live_bytes(trace)
     row = live.peak_row
     op_row = trace.event_op[int(live.event[row])] if row >= 0 else 0

@@ -149,7 +149,10 @@ class Layouts:
         return self._fake(empty, layout.device)
 
     def _fake(self, on_meta: Tensor, device: torch.device) -> Tensor:
-        """Return a fake tensor as its class would make it, but faster: the constructor would dominate the time here."""
+        """Return the fake tensor that the constructor of its class would make, but faster.
+
+        The constructor would take most of the time of a cached op.
+        """
         state = self._state_of.get(device)
         if state is None:
             state = self._state_of[device] = dict(vars(FakeTensor(self._mode, on_meta, device)))

@@ -99,8 +99,8 @@ class _Kind(NamedTuple):
 
     ``moves``: whether calls read or write memory. ``not_read`` and ``written``: positions of arguments that are not
     read, or are written. ``writes_result``: whether the result is new memory. ``reads_as_it_writes``: whether the
-    result is also read. ``flops``: counts the floating-point operations; ``None`` for an op other than a matrix
-    product.
+    result is also read. ``flops``: counts the floating-point operations; ``None`` for an op without matrix
+    products.
     """
 
     moves: bool

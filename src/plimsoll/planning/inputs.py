@@ -66,7 +66,10 @@ def allowed(names: Iterable[str]) -> frozenset[str]:
 
 
 class PlanningInput(Protocol):
-    """A training run to plan. ``precision`` may be ``auto``, which leaves it to the plan. Planning keeps ``workload``.
+    """A training run to plan.
+
+    ``precision`` may be ``auto``, which leaves it to the plan. Planning sets ``workload.kept_whole`` if the batch may
+    not be split.
 
     Attributes:
         evaluates_between_steps: whether the training evaluates between steps. A step after an evaluation may need more
@@ -106,7 +109,7 @@ class PlanningInput(Protocol):
         ...
 
     def facts(self, target: str) -> dict[str, str]:
-        """Return the facts that a plan depends on."""
+        """Return the facts that a plan depends on, by name."""
         ...
 
     def described(self, precision: str) -> str:
@@ -204,7 +207,7 @@ class JobInput:
         return self._started.wait()
 
     def facts(self, target: str) -> dict[str, str]:
-        """Return the facts that a plan depends on."""
+        """Return the facts that a plan depends on, by name."""
         return facts_of(self._job, self._texts, target)
 
     def described(self, precision: str) -> str:
@@ -288,7 +291,7 @@ class StepInput:
         return own_baseline(model_bytes(self.model, self.optimizer))
 
     def facts(self, target: str) -> dict[str, str]:
-        """Return the facts that a plan depends on."""
+        """Return the facts that a plan depends on, by name."""
         return facts_of_model(self.model, self.optimizer, target)
 
     def described(self, precision: str) -> str:

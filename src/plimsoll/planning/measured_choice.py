@@ -3,9 +3,9 @@
     plan = try_plan(step, plan, batch)
 
 Predicted step times have an error margin. The plans within this margin of the fastest (``plan.candidates``) are run
-inside the limit on a real batch, if the target device is present. The batch is not consumed from the data loader. When
-`try_plan` returns, the fastest plan is installed. Other candidates that need less memory become fallbacks. A model with
-state that cannot be restored is not tried.
+inside the memory limit on a real batch, if the target device is present. The batch is not consumed from the data
+loader. When `try_plan` returns, the fastest plan is installed. Other candidates that need less memory become fallbacks.
+A model with state that cannot be restored is not tried.
 
 Does not cover several ranks, the time of data loading and evaluation, or memory that only later steps need.
 """

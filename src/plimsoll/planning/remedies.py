@@ -193,7 +193,7 @@ class _Search:
         return replace(setting, precision=precision, allow=frozenset(TECHNIQUES))
 
     def _weakest_that_fits(self, options: Choices) -> tuple[Evaluation, Choice] | None:
-        """Return the weakest option that fits, by bisection, or else the strongest."""
+        """Return the weakest option that fits, by bisection, or else the strongest; ``None`` if it cannot be used."""
         tried = self._evaluate_with(options[-1])
         if tried is None or not self._fits(tried):
             return None if tried is None else (tried, options[-1])

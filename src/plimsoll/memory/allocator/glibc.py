@@ -194,7 +194,7 @@ class _Heap:
         self._starts[block], self._bytes_of[block] = start, end - start
 
     def _write(self, start: int, end: int) -> None:
-        """Make the pages of a chunk resident."""
+        """Make the pages of a chunk resident, because the program writes to them."""
         page_bytes = self._page_bytes
         self._given_back.remove(start // page_bytes * page_bytes, _round_up(end, page_bytes))
         self._touched_end = max(self._touched_end, end)

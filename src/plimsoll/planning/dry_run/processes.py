@@ -159,7 +159,10 @@ class Tracers:
 
 
 def _num_running() -> int:
-    """Return the number of threads on this machine that run or wait for a core, see proc_loadavg(5)."""
+    """Return the number of threads on this machine that run or wait for a core.
+
+    Read from /proc/loadavg; 1 if it cannot be read.
+    """
     with suppress(OSError):
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return 1

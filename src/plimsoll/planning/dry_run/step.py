@@ -322,8 +322,8 @@ def _take_steps(stage: DryRun, step: TrainStep, batches: list[Any], held_out: An
 def dry_run_samples(batch_size: int, micro_batch: int) -> int:
     """Return the number of samples in a dry-run batch.
 
-    They are at most `_MOST_MICRO_BATCHES` micro-batches and the batch's remainder. The second micro-batch has gradients
-    to add to. A smaller last micro-batch never needs the most memory.
+    The batch has at most `_MOST_MICRO_BATCHES` micro-batches, and the remainder of the real batch. The second
+    micro-batch has gradients to add to. A smaller last micro-batch never needs the most memory.
     """
     return min(batch_size, _MOST_MICRO_BATCHES * micro_batch + batch_size % micro_batch)
 
@@ -338,10 +338,11 @@ def _evaluated_samples(num_samples: int, at_once: Callable[[int], int]) -> int:
 def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Choices) -> Any:
     """Return the samples of a batch whose passes need most memory, or the first samples if all passes need the same.
 
-    Passes need different memory in two cases: if micro-batches are sorted by length, each is padded to its own length,
-    and a recurrent layer packs its input by the mask. With sorting, the result has the pass with the longest sample,
-    and the pass with most tokens among the remaining passes. Otherwise it has the two passes with most tokens, the
-    larger one last, because it has gradients to add to.
+    Passes need different memory in two cases. If micro-batches are sorted by length, each is padded only to its longest
+    sample. If the model has a recurrent layer, it packs its input by the mask.
+
+    With sorting, the result has the pass with the longest sample, and the pass with most tokens among the remaining
+    passes. Otherwise it has the two passes with most tokens, the larger one last, because it has gradients to add to.
     """
     num_samples = batch_size_of(batch)
     first = split_batch(batch, dry_run_samples(num_samples, micro_batch))[0]

@@ -72,7 +72,7 @@ def _is_possible_with_other_ranks(pin: Pin, workload: Workload, setting: Setting
 
 
 def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
-    """Return the choice that a pin determines; ``None`` if the pin leaves several options open."""
+    """Return the choice that a pin determines; ``None`` if the pin names no option and the technique offers several."""
     technique = technique_of(pin.technique)
     offered = technique.choices(workload, setting)
     if isinstance(offered, str):

@@ -168,7 +168,8 @@ class _Search:
     def _plain_line(self, limit_bytes: int) -> None:
         """Trace the base (the choices that are in every combination) at a few micro-batches.
 
-        The evaluation at the smallest one, chosen to fit, becomes the reference for judging techniques.
+        The smallest of them is a size at which the base is expected to fit. Its evaluation becomes the reference for
+        judging techniques.
         """
         base, sizes = self._available.base, self._available.sizes
         large = self._evaluate(base, sizes[0])
@@ -372,7 +373,10 @@ class _Search:
         return self._traced_within(limit_bytes, None)
 
     def _stretched(self, chosen: Evaluation, limit_bytes: int) -> Evaluation:
-        """Trace combinations guessed to be much faster that may fit, given the error of the guesses."""
+        """Trace combinations guessed to be much faster than ``chosen`` that may fit, despite their guessed memory need.
+
+        Return the fastest combination that fits, which is ``chosen`` if no traced combination is faster.
+        """
         while self._num_missed < _MOST_MISSED:
             guesses = self._known.guesses(self._known.combinations())
             may_be = guesses.possible & ~guesses.traced & (guesses.needs <= _FAR_OFF * limit_bytes)

@@ -214,7 +214,11 @@ class Surrogate:
             self._supposed[choice] = strong
 
     def correct(self, evaluation: Evaluation) -> None:
-        """Learn from a traced combination. The supposed effects of its choices are replaced first."""
+        """Learn from a traced combination.
+
+        If the effects of some of its choices were only supposed, they are first replaced by effects that explain the
+        trace.
+        """
         size = np.asarray([evaluation.micro_batch])
         for choice in [one for one in evaluation.combination if one in self._supposed]:
             self._put_right(choice, self._supposed.pop(choice), evaluation)
