@@ -217,9 +217,10 @@ class JobInput:
 
 @dataclass
 class StepInput:
-    """A `PlanningInput` for an existing model, optimizer and batch. The fields are arguments of `TrainStep`.
+    """A `PlanningInput` for an existing model, optimizer and batch.
 
-    ``checked`` is an earlier result of the check whether the batch may be split into micro-batches.
+    The fields from ``model`` to ``never_cut`` are as in `plimsoll.planning.plan.plan_step`. ``checked`` is an earlier
+    result of the check whether the batch may be split into micro-batches; ``None`` if there is no earlier result.
     """
 
     model: nn.Module

@@ -73,7 +73,10 @@ def cuda_autocast_lists() -> Iterator[None]:
 
 
 def cast_to_lower_precision(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Return tensors cast as by an op of the lower-precision list; unchanged outside an autocast region."""
+    """Return tensors cast as by an op of the lower-precision list; unchanged outside an autocast region.
+
+    ``None`` stands for an absent tensor and stays ``None``.
+    """
     if not (_casts.active and torch.is_autocast_enabled("cpu")):
         return list(tensors)
     return [_cast(tensor, torch.get_autocast_dtype("cpu")) for tensor in tensors]

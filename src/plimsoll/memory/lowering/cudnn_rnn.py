@@ -279,7 +279,10 @@ _PACKED = ("data", "batch_sizes", *_PADDED[1:-1])
 
 
 class _Arguments(NamedTuple):
-    """Named arguments of ``torch.lstm`` and similar functions, for both overloads."""
+    """Named arguments of ``torch.lstm`` and similar functions, for both overloads.
+
+    ``batch_sizes`` is ``None`` if the input is not packed.
+    """
 
     cell: Cell
     inputs: Tensor

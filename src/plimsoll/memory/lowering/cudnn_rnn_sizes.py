@@ -38,7 +38,11 @@ class SizeRange(NamedTuple):
 
 
 class RnnShape(NamedTuple):
-    """The parameters of a recurrent layer and its batch, on which the sizes of cuDNN's buffers depend."""
+    """The parameters of a recurrent layer and its batch, on which the sizes of cuDNN's buffers depend.
+
+    ``num_projected`` is the projection size, 0 without a projection. ``packed_rows`` is the number of time steps of all
+    samples in a packed batch; ``None`` for a batch that is not packed.
+    """
 
     cell: Cell
     num_steps: int
