@@ -229,7 +229,10 @@ class KnownValues:
         return self._of_outside[id(value)][1]
 
     def _refuse_to_train(self, op: Any, args: tuple[Any, ...]) -> None:
-        """Raise an error if an op would write to a real tensor or compute gradients for it."""
+        """Raise an error if an op would write to a real tensor or compute gradients for it.
+
+        A prediction must not change a tensor that was made outside the traced function.
+        """
         if op is aten.detach.default:
             return
         written = [argument.is_write for argument in op._schema.arguments[: len(args)]]

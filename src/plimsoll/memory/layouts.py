@@ -77,7 +77,10 @@ class Layouts:
         self._state_of: dict[torch.device, dict[str, Any]] = {}
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
-        """Run an op; ``tensors`` are the tensors among its arguments."""
+        """Run an op on fake tensors, or reuse the cached layout of its result.
+
+        ``tensors`` are the tensors among its arguments.
+        """
         if not self._are_plain(tensors):
             return op(*args, **kwargs)
         kind = self._kind_of.get(op)

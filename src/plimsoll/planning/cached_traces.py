@@ -160,7 +160,7 @@ def _by_content(value: Any, name: str = "") -> Any:
 
 
 def _named(text: str) -> Iterator[str]:
-    """Yield the path that a text names; if the path leads into an archive, also the path of the archive."""
+    """Yield a text as a path and, if the path leads into an archive, also the path of the archive."""
     yield text
     yield from (str(one) for one in Path(text).parents if os.path.isfile(one))
 

@@ -103,7 +103,8 @@ def phase_peaks(counted: Counted) -> dict[Phase, PhasePeak]:
 class Found:
     """The result of a search. If no combination fits, ``fits`` is False and ``chosen`` is the leanest combination.
 
-    ``candidates`` are other combinations of about the same predicted speed, for a trial.
+    ``plain`` is the whole batch with only the choices without which the training cannot run. ``candidates`` are other
+    combinations of about the same predicted speed, for a trial.
     """
 
     chosen: Evaluation

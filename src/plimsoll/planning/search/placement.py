@@ -230,7 +230,10 @@ class Placer:
         return sum(part.num_bytes for part in self._parts if part.is_streamable and part.name not in resident)
 
     def _kept_in(self, free_bytes: int) -> frozenset[str]:
-        """Return the resident parts: all if they fit, else the output layer and as many blocks as possible."""
+        """Return the resident parts: all parts if those besides ``always`` fit in ``free_bytes``.
+
+        Otherwise ``always``, the output layer if it fits, and as many blocks as possible.
+        """
         free = [part for part in self._parts if part.name not in self.always]
         if self._with_spread(sum(part.num_bytes for part in free)) <= free_bytes:
             return self.all_names

@@ -66,7 +66,10 @@ def asked_in_turn(
 
 
 def as_guessed(choices: Choices, surrogate: Surrogate, evaluations: Iterable[Evaluation]) -> Evaluation:
-    """Return the expected evaluation of choices: a guessed peak and time; other fields from the most similar trace."""
+    """Return the expected evaluation of choices.
+
+    The peak and the step time are guessed. The other fields are from the most similar trace.
+    """
     combination = without_micro_batch(choices)
     micro_batch = next(int(one.options["samples"]) for one in choices if one.technique == MICRO_BATCH)
     need, seconds = surrogate.guess([combination], np.zeros(1, dtype=int), np.asarray([micro_batch]))

@@ -515,7 +515,10 @@ class _Search:
         return least_of(evaluation for evaluation in self._known.evaluations.values() if self._can_be(evaluation, None))
 
     def _lossy_alternatives(self, leanest: Evaluation) -> tuple[Evaluation, ...]:
-        """Return the lossy alternatives to the leanest combination that need less, with its compatible choices."""
+        """Return the combinations with a lossy choice, not allowed by the user, that need less than ``leanest``.
+
+        Each keeps the choices of ``leanest`` that are compatible with the lossy choice.
+        """
         evaluations = map(self._evaluator, lossy_alternatives_of(self._problem, self._available, leanest.choices))
         return tuple(
             evaluation for evaluation in evaluations if evaluation.need_bytes < (1 - SAME_BYTES) * leanest.need_bytes
