@@ -90,7 +90,10 @@ class _Finder(MetaPathFinder):
     """Import hook for the compiler and for the module in which transformers checks for installed packages."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of one of these two modules with its loader replaced; ``None`` for all other modules."""
+        """Return the spec of a module, with the loader of this hook.
+
+        Returns ``None`` for every module except the compiler and the module in which transformers checks for packages.
+        """
         if name not in {COMPILER, _INSTALLED}:
             return None
         spec = PathFinder.find_spec(name, path)

@@ -67,7 +67,8 @@ class StreamTimeline:
     def work(self, seconds: float, *, adds_up: bool) -> None:
         """Add work of the processor in host memory.
 
-        If work overlaps, ``adds_up`` puts it on the thread that adds up gradients. Otherwise, it delays the processor.
+        If work overlaps and ``adds_up`` is True, the thread that adds up gradients does it. Otherwise, it delays the
+        processor.
         """
         if adds_up and self.overlaps:
             self.adding += seconds
