@@ -2,8 +2,8 @@
 
 Size: after a backward pass, the nodes live as long as a tensor refers to them, but their saved tensors are freed. A
 graph without a backward pass keeps its saved tensors. Reading ``_raw_saved_*`` of a node and ``SavedTensor.data``
-unpacks nothing (``_saved_*`` would call the hooks of offloading). If torch has no ``data``, the bytes are unknown. Not
-seen: memory of C++ nodes, and tensors replaced by hooks (these are not on the device).
+unpacks nothing (``_saved_*`` would call the hooks of offloading). If torch has no ``SavedTensor.data``, the bytes are
+unknown. Not seen: memory of C++ nodes, and tensors replaced by hooks (these are not on the device).
 
 Nodes: a node with its saved variables, edges and tensor objects of views takes small blocks of host memory
 (`heap_calls.NODE_OBJECTS_BYTES`). A transformer has some 10^3 nodes. An unrolled recurrent net has some 10 for each

@@ -104,7 +104,10 @@ def _moment(trace: Trace, row: int) -> Moment:
 
 
 def _peak(trace: Trace) -> tuple[Side, Counter[_Key]]:
-    """Return the peak of a trace, and the bytes that are live at the peak by op, module and category."""
+    """Return the peak of a trace, and the bytes that are live at the peak by op, module and category.
+
+    The op and module of a storage are those that made it.
+    """
     live = live_bytes(trace)
     row = live.peak_row
     op_row = trace.event_op[int(live.event[row])] if row >= 0 else 0
@@ -230,9 +233,10 @@ def _places_by_next_names(names: list[str], end: int) -> dict[tuple[str, ...], l
 def _next_alike(
     a: list[str], places: dict[tuple[str, ...], list[int]], start: tuple[int, int], end: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return the next positions at which three names in a row agree, with the fewest names skipped.
+    """Return the next positions in both lists at which three names in a row agree, with the fewest names skipped.
 
-    If `_MOST_SKIPPED` or more names would be skipped, return ``end``.
+    ``places`` has the positions in the second list, by the three names. If `_MOST_SKIPPED` or more names would be
+    skipped, return ``end``.
     """
     best, num_skipped = end, _MOST_SKIPPED
     for i in range(start[0], min(end[0], start[0] + _MOST_SKIPPED)):

@@ -141,9 +141,9 @@ class Deferring(Loader):
             self._need().graph_break(*args, **kwargs)
 
     def _mark(self, mark: str, function: Any) -> Any:
-        """Apply the compiler's decorator named ``mark``, such as ``allow_in_graph``, and return the function.
+        """Apply a decorator of the compiler, such as ``allow_in_graph``, to a function, and return the function.
 
-        If the compiler has not run yet, the decorator is applied when it runs.
+        ``mark`` is the name of the decorator. If the compiler has not run yet, the decorator is applied when it runs.
         """
         if self._is_needed:
             return getattr(self._need(), mark)(function)

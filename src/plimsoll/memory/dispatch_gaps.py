@@ -1,9 +1,11 @@
 """Corrections for effects of dispatch modes on a traced or recorded training.
 
-Changed by a dispatch mode: in-place accumulation of gradients and in-place filling of zeros become out of place. Not
-seen by it: storages resized from Python with ``tensor.untyped_storage().resize_(...)``. FSDP2 frees and reallocates
-gathered parameters in this way. Does NOT see storages resized in C++. An in-place sum inside a backward formula of
-torch, on a tensor without other references, cannot be distinguished from accumulation.
+A dispatch mode changes in-place accumulation of gradients and in-place filling of zeros: they become out of place. It
+does not see storages that Python code resizes with ``tensor.untyped_storage().resize_(...)``. FSDP2 frees and
+reallocates gathered parameters in this way.
+
+Does NOT see storages resized in C++. An in-place sum inside a backward formula of torch, on a tensor without other
+references, cannot be distinguished from accumulation.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A fake tensor has a shape but no values. Models ask for values nevertheless: whether a mask has padding, or how long
 each sequence is. The integers of a batch are known. Each op on known integers therefore also runs on the real, small
 tensors (at most `MOST_ELEMENTS`). If an unknown value is requested (a loss, a gradient norm, a router's choice), the
-answer is 0, or as many elements as possible. ``assumptions`` records each such answer. Random numbers are almost 1, so
+result is 0, or as many elements as possible. ``assumptions`` records each such result. Random numbers are almost 1, so
 that layer dropout skips no layer. The trace then needs as much memory as the largest step of a long run.
 
 Does NOT compute floating-point values, except of tensors with few elements.
@@ -99,7 +99,7 @@ class KnownValues:
 
     Args:
         mode: the mode of the fake tensors.
-        where: returns a description of the code that requests a value; ``None`` if no assumption should be recorded.
+        where: returns a description of the code that requests a value, or ``None`` to record no assumption.
         keeps_all: whether a result of unknown length keeps all elements, or only a single element.
     """
 
@@ -229,7 +229,10 @@ class KnownValues:
         return self._of_outside[id(value)][1]
 
     def _refuse_to_train(self, op: Any, args: tuple[Any, ...]) -> None:
-        """Raise an error if an op would write to a real tensor or compute gradients for it."""
+        """Raise an error if an op would write to a real tensor or compute gradients for it.
+
+        A prediction must not change a tensor that was made outside the traced function.
+        """
         if op is aten.detach.default:
             return
         written = [argument.is_write for argument in op._schema.arguments[: len(args)]]

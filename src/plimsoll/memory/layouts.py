@@ -33,7 +33,10 @@ _FREE_LAYOUT = {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}  # depen
 
 
 class _Kind(NamedTuple):
-    """The kind of an op, and the position and name of the argument that it writes to and returns."""
+    """The kind of an op, and the position and name of the argument that it writes to and returns.
+
+    Without such an argument, the position is -1 and the name is ``""``.
+    """
 
     name: Literal["view", "new", "writes", "other"]
     place: int = -1
@@ -74,7 +77,10 @@ class Layouts:
         self._state_of: dict[torch.device, dict[str, Any]] = {}
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
-        """Run an op; ``tensors`` are the tensors among its arguments."""
+        """Run an op on fake tensors, or reuse the cached layout of its result.
+
+        ``tensors`` are the tensors among its arguments.
+        """
         if not self._are_plain(tensors):
             return op(*args, **kwargs)
         kind = self._kind_of.get(op)
@@ -146,7 +152,10 @@ class Layouts:
         return self._fake(empty, layout.device)
 
     def _fake(self, on_meta: Tensor, device: torch.device) -> Tensor:
-        """Return a fake tensor as its class would make it, but faster: the constructor would dominate the time here."""
+        """Return the fake tensor that the constructor of its class would make, but faster.
+
+        The constructor would take most of the time of a cached op.
+        """
         state = self._state_of.get(device)
         if state is None:
             state = self._state_of[device] = dict(vars(FakeTensor(self._mode, on_meta, device)))
@@ -183,7 +192,7 @@ def _is_written(one: Any) -> bool:
 
 
 def _asked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Return the cache key of a call. The default dtype is included because it may be the type of a Python number."""
+    """Return the cache key of a call. It includes the default dtype, which results of Python numbers may have."""
     return op, torch.get_default_dtype(), _signature(args), _signature((*kwargs.items(),))
 
 
@@ -208,7 +217,7 @@ def _layout_of(tensor: Any) -> _Layout:
 
 
 def _are_alone(made: list[Any], tensors: list[Any]) -> bool:
-    """Return whether each tensor fills its memory and shares it with no other tensor or argument."""
+    """Return whether each tensor in ``made`` fills its memory and shares it with no other tensor or argument."""
     if not all(isinstance(one, FakeTensor) and one.layout is torch.strided and one.constant is None for one in made):
         return False
     of_arguments = {one.untyped_storage()._cdata for one in tensors}

@@ -142,7 +142,10 @@ class Stretch:
 
     @property
     def is_plain(self) -> bool:
-        """True if the tensors in ``made`` are plain, and the section waits for no older copy and replays no graph."""
+        """True if every tensor in ``made`` is plain, and the section waits for no older copy and replays no graph.
+
+        A tensor is plain if it is a dense fake tensor that begins at the start of its storage.
+        """
         begin_op = self._begin.op
         waits_for_older = any(copy < begin_op for _, copy, _ in self._waits)
         is_replayed = any(self._recorder._ops[-1][begin_op:])

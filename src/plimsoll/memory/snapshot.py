@@ -21,7 +21,10 @@ _SEGMENT_SIGNS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "seg
 
 
 class AllocatorEvent(NamedTuple):
-    """A block or segment that was allocated (positive) or freed (negative) at an address."""
+    """A block or segment that was allocated or freed at an address.
+
+    ``delta_bytes`` is its size, negative if it was freed.
+    """
 
     address: int
     delta_bytes: int

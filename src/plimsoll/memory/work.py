@@ -82,7 +82,7 @@ def hearing() -> Iterator[None]:
 class Work(NamedTuple):
     """Work of one op: floating-point operations, and bytes that it moves in device memory and outside the device.
 
-    ``dtype`` is the type of its first floating-point tensor; "" if it has none.
+    ``dtype`` is the type of the first floating-point tensor of an op with matrix products; "" for other ops.
     """
 
     flops: int
@@ -95,7 +95,13 @@ NO_WORK = Work(0, 0, 0, "")
 
 
 class _Kind(NamedTuple):
-    """Properties of an op that are the same for all its calls."""
+    """Properties of an op that are the same for all its calls.
+
+    ``moves``: whether calls read or write memory. ``not_read`` and ``written``: positions of arguments that are not
+    read, or are written. ``writes_result``: whether the result is new memory. ``reads_as_it_writes``: whether the
+    result is also read. ``flops``: counts the floating-point operations; ``None`` for an op without matrix
+    products.
+    """
 
     moves: bool
     not_read: frozenset[int]

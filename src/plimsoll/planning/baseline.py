@@ -51,7 +51,7 @@ def job_baseline(job: Job) -> Estimate:
 
 @contextmanager
 def baseline_for(job: Job, device: str | None, load_training: LoadTraining | None) -> Iterator[Baseline | None]:
-    """Load the libraries of the training, and measure them in a fork of this process while the block runs.
+    """Load the libraries of the training, and measure their memory in a fork of this process while the block runs.
 
     Call this before anything else is loaded, so that this process resembles the training process. If this process
     cannot be forked, a new process is started. If the baseline is cached, nothing is loaded.
@@ -113,7 +113,7 @@ class ForkedBaseline:
         """Return the baseline, after waiting for it the first time.
 
         Raises:
-            DeviceError: if the process ended without an answer.
+            DeviceError: if the process ended without reporting its memory.
         """
         if self._answer is None:
             try:

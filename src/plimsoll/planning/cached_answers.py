@@ -87,7 +87,10 @@ def plan_of(
 
 
 def _sketched(job: Job) -> TextSketch | None:
-    """Return the facts of the job's texts. On an error, return ``None``: making the prediction or plan raises it."""
+    """Return the facts of the job's texts, or ``None`` if reading them fails.
+
+    In that case, making the prediction or plan raises the error.
+    """
     with suppress(PlimsollError):
         return sketch_texts(job)
     return None

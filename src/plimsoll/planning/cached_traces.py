@@ -77,18 +77,18 @@ def kept_or_made(
     make: Callable[[], Kept],
     late: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[Kept, bool]:
-    """Return the cached answer that depends on the given facts, or make and cache it.
+    """Return the cached prediction, plan or trace for the given facts, or make and cache it.
 
     Args:
-        kind: the kind of answer, such as ``"plans"``, which names its part of the cache.
-        record: record class of the answer.
-        facts: the facts that the answer depends on. ``None`` makes the answer without caching.
-        make: makes the answer.
-        late: returns further facts, which making the answer may change, such as a measured speed. The new entry is
-            stored with the facts that ``late`` returns afterwards.
+        kind: the part of the cache that holds the record, such as ``"plans"``.
+        record: class of the record, such as `Plan`.
+        facts: the facts that the record depends on. With ``None``, the cache is neither read nor written.
+        make: makes the record.
+        late: returns further facts, which may change while the record is made, such as a measured speed. The new entry
+            is stored with the facts that ``late`` returns afterwards.
 
     Returns:
-        the answer, and whether it was cached.
+        the record, and whether it was cached.
     """
     content = None if facts is None else cached_answers.read(kind, {**facts, **late()})
     if content is not None:
@@ -101,9 +101,10 @@ def kept_or_made(
 
 
 def facts_of(job: Job, texts: TextSketch | None, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return all facts that an answer depends on, except the machine's speed; ``None`` if they are unknown.
+    """Return all facts that a prediction, plan or trace depends on, except the machine's speed.
 
-    They are unknown in a program that calls Plimsoll, which may have changed the code of models.
+    ``asked`` has the other arguments of the request, by name. Returns ``None`` if the facts are unknown, for example in
+    a program that calls Plimsoll, which may have changed the code of models.
     """
     if texts is None or not is_a_command():
         return None
@@ -121,7 +122,7 @@ def facts_of(job: Job, texts: TextSketch | None, asked: Mapping[str, Any]) -> di
 
 
 class _Unknown(Exception):
-    """The facts that an answer depends on are unknown."""
+    """The facts that a prediction, plan or trace depends on cannot be determined."""
 
 
 class _File(NamedTuple):
@@ -159,7 +160,7 @@ def _by_content(value: Any, name: str = "") -> Any:
 
 
 def _named(text: str) -> Iterator[str]:
-    """Yield the path that a text names; if the path leads into an archive, also the path of the archive."""
+    """Yield a text as a path and, if the path leads into an archive, also the path of the archive."""
     yield text
     yield from (str(one) for one in Path(text).parents if os.path.isfile(one))
 
@@ -188,7 +189,10 @@ def _files_below(path: str) -> Iterator[str]:
 
 
 def _gpu_here(job: Job, device: str | None) -> dict[str, Any] | None:
-    """Return the specification and versions of this machine's GPU; ``None`` for a plan for the CPU or a named GPU."""
+    """Return the specification and versions of this machine's GPU.
+
+    Returns ``None`` if the device is the CPU or a GPU given by name.
+    """
     name = (device or job.device).lower()
     if not (name in {"auto", "local"} or name.partition(":")[0] == "cuda") or not may_have_gpu():
         return None

@@ -66,7 +66,10 @@ def allowed(names: Iterable[str]) -> frozenset[str]:
 
 
 class PlanningInput(Protocol):
-    """A training run to plan. ``precision`` may be ``auto``, which leaves it to the plan. Planning keeps ``workload``.
+    """A training run to plan.
+
+    ``precision`` may be ``auto``, which leaves it to the plan. Planning sets ``workload.kept_whole`` if the batch may
+    not be split.
 
     Attributes:
         evaluates_between_steps: whether the training evaluates between steps. A step after an evaluation may need more
@@ -102,11 +105,11 @@ class PlanningInput(Protocol):
         ...
 
     def baseline(self) -> Estimate:
-        """Return the memory of a process on the CPU without the training."""
+        """Return the memory that the training process uses on the CPU before it has a model."""
         ...
 
     def facts(self, target: str) -> dict[str, str]:
-        """Return the facts that a plan depends on."""
+        """Return the facts that a plan depends on, by name."""
         ...
 
     def described(self, precision: str) -> str:
@@ -199,12 +202,12 @@ class JobInput:
             backend.restore_random_state(random_state)
 
     def baseline(self) -> Estimate:
-        """Wait for the baseline of a training process."""
+        """Wait for the baseline: the memory that the training process uses on the CPU before it has a model."""
         assert self._started is not None
         return self._started.wait()
 
     def facts(self, target: str) -> dict[str, str]:
-        """Return the facts that a plan depends on."""
+        """Return the facts that a plan depends on, by name."""
         return facts_of(self._job, self._texts, target)
 
     def described(self, precision: str) -> str:
@@ -214,9 +217,10 @@ class JobInput:
 
 @dataclass
 class StepInput:
-    """A `PlanningInput` for an existing model, optimizer and batch. The fields are arguments of `TrainStep`.
+    """A `PlanningInput` for an existing model, optimizer and batch.
 
-    ``checked`` is an earlier result of the check whether the batch may be split into micro-batches.
+    The fields from ``model`` to ``never_cut`` are as in `plimsoll.planning.plan.plan_step`. ``checked`` is an earlier
+    result of the check whether the batch may be split into micro-batches; ``None`` if there is no earlier result.
     """
 
     model: nn.Module
@@ -288,7 +292,7 @@ class StepInput:
         return own_baseline(model_bytes(self.model, self.optimizer))
 
     def facts(self, target: str) -> dict[str, str]:
-        """Return the facts that a plan depends on."""
+        """Return the facts that a plan depends on, by name."""
         return facts_of_model(self.model, self.optimizer, target)
 
     def described(self, precision: str) -> str:

@@ -90,7 +90,10 @@ class _Finder(MetaPathFinder):
     """Import hook for the compiler and for the module in which transformers checks for installed packages."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of a module with the loader replaced."""
+        """Return the spec of a module, with the loader of this hook.
+
+        Returns ``None`` for every module except the compiler and the module in which transformers checks for packages.
+        """
         if name not in {COMPILER, _INSTALLED}:
             return None
         spec = PathFinder.find_spec(name, path)
@@ -106,7 +109,7 @@ class _Asking(Loader):
         self._loader = loader
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, and cache the answer that the hidden packages are not installed."""
+        """Run the module, and make its cached checks report that the hidden packages are not installed."""
         import torch.distributed
 
         self._loader.exec_module(module)
@@ -128,13 +131,19 @@ class _Asking(Loader):
 
 
 def _once(look_through: Callable[[str], Any]) -> Callable[[str | Path], Any]:
-    """Cache the results of a function that reads a folder: transformers reads the files of all its models twice."""
+    """Cache the results of a function that reads a folder.
+
+    Transformers reads the files of all its models twice.
+    """
     known = cache(look_through)
     return lambda path: known(str(path).removesuffix("/__init__.py"))
 
 
 def _from_the_end(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Wrap the reader of ``__all__`` to get only the end of a file: it would split each of 1600 files as a whole."""
+    """Wrap the parser of ``__all__`` so that it gets only the end of a file, from ``__all__`` on.
+
+    The parser would otherwise split all lines of 1600 files.
+    """
     return lambda text: read(text[text.rfind("\n__all__") + 1 :])
 
 

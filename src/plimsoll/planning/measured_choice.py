@@ -3,9 +3,9 @@
     plan = try_plan(step, plan, batch)
 
 Predicted step times have an error margin. The plans within this margin of the fastest (``plan.candidates``) are run
-inside the limit on a real batch, if the target device is present. The batch is not consumed from the data loader. When
-`try_plan` returns, the fastest plan is installed. Other candidates that need less memory become fallbacks. A model with
-state that cannot be restored is not tried.
+inside the memory limit on a real batch, if the target device is present. The batch is not consumed from the data
+loader. When `try_plan` returns, the fastest plan is installed. Other candidates that need less memory become fallbacks.
+A model with state that cannot be restored is not tried.
 
 Does not cover several ranks, the time of data loading and evaluation, or memory that only later steps need.
 """
@@ -76,7 +76,7 @@ def try_plan(
             plan = plimsoll.try_plan(step, plan, batch)
 
     The time limit of a trial is 5 seconds on a GPU. On a CPU, it is 10 seconds or two steps, whichever is longer. It
-    begins once the plan has warmed up. After it, no further candidate starts.
+    begins once the plan has warmed up. When it has passed, no further candidate starts.
 
     Args:
         step: the training step, made with ``plan.fallbacks``.
@@ -153,7 +153,10 @@ def _changed_bytes(step: TrainStep) -> int:
 
 @dataclass
 class _Found:
-    """Result of trying one candidate, which cannot be chosen without ``measured_seconds``."""
+    """Result of trying one candidate. Without ``measured_seconds``, the candidate cannot be chosen.
+
+    ``outcome`` and ``why`` are as in `Tried`.
+    """
 
     candidate: Candidate
     outcome: str
@@ -326,7 +329,7 @@ class _Tries:
             self._step._retry.undo.settle(all_of_it=True)
 
     def _put_back(self) -> None:
-        """Restore all state.
+        """Restore all state that the passes of the trial have changed.
 
         Raises:
             TornStepError: if some state cannot be restored.

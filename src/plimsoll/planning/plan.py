@@ -349,7 +349,11 @@ class Planner:
         return self.evaluate(choices, self._is_short, is_long=True)
 
     def evaluate(self, choices: Choices, is_short: bool, is_long: bool = False) -> Evaluation:
-        """Trace a combination, and predict its peak and step time."""
+        """Trace a combination, and predict its peak and step time.
+
+        ``is_short`` is as in `dry_run_job`. With ``is_long``, more steps are simulated in the heap (see
+        `count_on_cpu`).
+        """
         counted = self._count(choices, is_short, is_long)
         micro_batch = samples_of(choices)
         duration = step_duration(

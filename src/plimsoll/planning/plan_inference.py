@@ -223,7 +223,10 @@ class _Planner:
         )
 
     def _unchecked(self, parts: Sequence[Part]) -> tuple[Assumption, ...]:
-        """Return the assumption that the host's memory holds its parts, if the host is not present to be checked."""
+        """Return the assumption that the host has memory for the parts of the model placed in it.
+
+        The result is empty if no part is placed there, or if the free memory of the host is known.
+        """
         host_bytes = sum(part.num_bytes for part in parts if part.place == "host")
         if not host_bytes or self._reading.free_bytes is not None:
             return ()
@@ -241,7 +244,10 @@ class _Planner:
 
 
 def _free_bytes() -> int:
-    """Return the bytes available to the inference process and its page cache, including those this process uses now."""
+    """Return the bytes available to the inference process and its page cache.
+
+    These include the bytes that this process already uses.
+    """
     return cache_free_bytes() + private_bytes()
 
 

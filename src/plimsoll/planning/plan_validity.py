@@ -87,7 +87,11 @@ def facts_of_model(model: nn.Module, optimizer: torch.optim.Optimizer, target: s
 
 
 def differences(made_for: dict[str, str], now: dict[str, str], guessed: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield a text for each changed fact that makes a plan invalid, except guesses that may still be right."""
+    """Yield a text for each changed fact that makes a plan invalid.
+
+    ``guessed`` are the names of facts that were guesses when the plan was made. A guess that may still be right is not
+    a difference.
+    """
     for name in dict.fromkeys((*made_for, *now)):
         before, after = made_for.get(name, "not known"), now.get(name, "not known")
         if name in _AT_MOST:

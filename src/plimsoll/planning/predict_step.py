@@ -1,12 +1,12 @@
 """Prediction of the peak memory of training in a user's program, before it runs.
 
-    plimsoll.predict(model, optimizer, batch, units="next-tokens", device="rtx3060")     # a training with TrainStep
-    plimsoll.predict_function(train, device="rtx3060")                                   # any training
+    plimsoll.predict(model, optimizer, batch, units="next-tokens", device="rtx3060")    # a training loop with TrainStep
+    plimsoll.predict_function(train, device="rtx3060")                                  # any training loop
 
 The model may be on any device, including the meta device, because only copies of its shapes are traced. A function is
 run unchanged on tensors without memory, and should run three training steps. See `plimsoll.memory.trace` for code that
-cannot be traced. `plimsoll.planning.predict_job` predicts jobs. Prediction replaces torch's kernels temporarily, so no
-other thread may compute meanwhile.
+cannot be traced. `plimsoll.planning.predict_job` predicts jobs. A prediction replaces torch's kernels in the
+whole process, so no other thread may run torch operations during a prediction.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def find_remedies(
         job: the training.
         device: see `plimsoll.planning.plan.plan_job`, also for ``limit_bytes``.
         limit_bytes: see `device`.
-        in_force: the techniques in force; by default the whole batch, and the job's pins.
+        in_force: the choices that the run uses now; by default the job's pins, without micro-batches.
         calibration: correction factors learned from measured runs.
         progress: called with a message for each stage of the work.
         most_seconds: time limit after which no further technique is tried.
@@ -193,7 +193,7 @@ class _Search:
         return replace(setting, precision=precision, allow=frozenset(TECHNIQUES))
 
     def _weakest_that_fits(self, options: Choices) -> tuple[Evaluation, Choice] | None:
-        """Return the weakest option that fits, by bisection, or else the strongest."""
+        """Return the weakest option that fits, by bisection, or else the strongest; ``None`` if it cannot be used."""
         tried = self._evaluate_with(options[-1])
         if tried is None or not self._fits(tried):
             return None if tried is None else (tried, options[-1])
@@ -280,7 +280,12 @@ def _differences(before: Estimate, after: Estimate) -> tuple[int, int, int]:
 
 
 def choices_in_force(plan: Plan, fallback: int | None, micro_batch: int | None) -> Choices:
-    """Return the choices in force when a run ended, with the smallest micro-batch (samples) that it reached."""
+    """Return the choices in force when a run ended.
+
+    ``fallback`` is the index of the fallback that the run used last, and ``None`` the first configuration of the plan.
+    ``micro_batch`` is the smallest micro-batch (samples) that the run reached, and ``None`` the size in the
+    configuration.
+    """
     choices = plan.fallbacks[min(fallback or 0, len(plan.fallbacks) - 1)].choices
     if micro_batch is None or micro_batch >= samples_of(choices):
         return choices

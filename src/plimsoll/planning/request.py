@@ -32,7 +32,7 @@ _USUAL_TOKENS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Options of a plan.
+    """Options of `plimsoll plan`.
 
     Args:
         input_path: a job file; with ``inference`` also a model folder or a run directory.

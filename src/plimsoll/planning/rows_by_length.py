@@ -3,9 +3,10 @@
     rows = plimsoll.rows_by_length(model, optimizer, batch, lengths=[32, 64, 128, 256, 512], budget="8GiB")
     loader = Loader(samples, Buckets(rows_for=rows), seed=0)  # of plimsoll.data.batches
 
-Each entry is found by predictions of whole steps, the last of which has the returned number of samples. It therefore
-includes size-dependent effects of kernels and allocators. Not covered: samples longer than those in ``batch``, and (B,
-T) fields other than those that `plimsoll.techniques.mechanisms.lengths` knows to have a time dimension.
+For each length, whole steps with different numbers of samples are predicted, including one with the returned number.
+The result therefore includes size-dependent effects of kernels and allocators. Not covered: samples longer than those
+in ``batch``, and (B, T) fields other than those that `plimsoll.techniques.mechanisms.lengths` knows to have a time
+dimension.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class Target:
     """A device with its limit. A CPU has a ``baseline``, and a GPU a ``spec``.
 
     ``limit_bytes`` is the budget minus the headroom, ``kept_back_bytes``. Without a budget, it is ``capacity_bytes``.
+    ``limit_source`` describes in words where the limit comes from.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Copies of all state that a trial of candidates may change, made before its first pass and outside the device.
 
-A training step can be observed, so that only the state that it changed is copied. A trial must undo many passes at
-once. Some tensors are written only every few passes, such as a target network or a codebook. So all reachable state is
-copied in advance, except for tensors that an update writes, which have separate copies (`plimsoll.step.update.undo`).
-References are restored by the undo (`plimsoll.step.undo.step_state`).
+The undo of a single training step observes the step, and copies only the state that it changes. A trial must undo many
+passes at once. Some tensors are written only every few passes, such as a target network or a codebook. So all reachable
+state is copied in advance, except for tensors that an update writes, which have separate copies
+(`plimsoll.step.update.undo`). References are restored by the undo (`plimsoll.step.undo.step_state`).
 
 Unreachable state (`plimsoll.step.undo.find_state`) is not copied. For it, the undo restores changes of the first pass
 only.

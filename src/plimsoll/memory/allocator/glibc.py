@@ -38,7 +38,10 @@ _NOWHERE = -1 << 62  # the start of a block that is a separate memory mapping
 
 @dataclass(frozen=True)
 class HeapReplay:
-    """The effect of a list of calls on a heap. The arrays have an entry for each ``ROW`` in `HeapCalls`."""
+    """The effect of a list of malloc and free calls on a heap.
+
+    Each array has one entry per ``ROW`` in `HeapCalls`.
+    """
 
     resident_bytes: NDArray[np.int64]
     address_bytes: NDArray[np.int64]
@@ -191,7 +194,7 @@ class _Heap:
         self._starts[block], self._bytes_of[block] = start, end - start
 
     def _write(self, start: int, end: int) -> None:
-        """Make the pages of a chunk resident."""
+        """Make the pages of a chunk resident, because the program writes to them."""
         page_bytes = self._page_bytes
         self._given_back.remove(start // page_bytes * page_bytes, _round_up(end, page_bytes))
         self._touched_end = max(self._touched_end, end)

@@ -42,10 +42,12 @@ _MALLOCS, _FREES = (bytes((kind,)) * 16 for kind in (MALLOC, FREE))
 
 
 class HeapCalls(NamedTuple):
-    """Calls in order, as columns. Blocks are numbered from 0 in the order of their allocation.
+    """Calls of the C library's heap functions in order, as columns.
+
+    Blocks are numbered from 0 in the order of their allocation.
 
     Attributes:
-        kinds: kind of each call.
+        kinds: kind of each call, from ``MALLOC`` to ``MAP_FROM``.
         values: number of the block that ``MALLOC`` or ``MEMALIGN`` allocates or ``FREE`` frees; for ``MAP_FROM``, the
             new threshold in bytes.
         block_bytes: requested bytes of each block.
@@ -68,7 +70,7 @@ def heap_calls(
     Args:
         deltas: ``(storage id, bytes to allocate)`` in order, with negative bytes to free the storage. An id may be
             reused after that.
-        beside_bytes: sizes of the small blocks of each storage, see `TENSOR_OBJECTS_BYTES`.
+        beside_bytes: sizes of the small blocks that torch allocates for each storage, see `TENSOR_OBJECTS_BYTES`.
         trims_before: indices of the deltas before which free pages are released.
         nodes_before: by the index of a delta, the number of nodes (see `NODE_OBJECTS_BYTES`) allocated before it, or if
             negative, freed before it, newest first.

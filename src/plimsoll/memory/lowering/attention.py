@@ -92,7 +92,10 @@ def scaled_dot_product_attention(  # noqa: PLR0917 -- torch's signature
 
 
 class How(NamedTuple):
-    """Parameters that every attention kernel takes in addition to tensors."""
+    """Parameters that every attention kernel takes in addition to tensors.
+
+    ``trains``: whether gradients are computed for query, key or value.
+    """
 
     trains: bool
     dropout_p: float
@@ -118,7 +121,10 @@ def _apply(kernel: type[torch.autograd.Function], *arguments: Any) -> Tensor:
 
 
 def _as_addend(mask: Tensor | None, dtype: torch.dtype, of_masked: float = -math.inf) -> Tensor | None:
-    """Return a mask as a tensor to add to the scores; a boolean mask is converted (`convert_boolean_attn_mask`)."""
+    """Return a mask as a tensor to add to the scores.
+
+    A boolean mask is converted (`convert_boolean_attn_mask`): False becomes ``of_masked``, and True becomes 0.
+    """
     if mask is None or mask.dtype != torch.bool:
         return mask
     kept, masked = (torch.scalar_tensor(one, dtype=dtype, device=mask.device) for one in (0.0, of_masked))
@@ -240,7 +246,11 @@ class _Efficient(torch.autograd.Function):
 
 
 class Tile(NamedTuple):
-    """The variant of the efficient backward kernel, with the parameters in its ``cutlassB.h`` name."""
+    """The variant of the efficient backward kernel, with the parameters in its ``cutlassB.h`` name.
+
+    ``rows`` and ``columns``: size of the tile of scores. ``most_width``: largest width of a head. ``half``: whether the
+    dtype is fp16 or bf16. ``architecture``: such as 80 for compute capability 8.0 and newer.
+    """
 
     rows: int
     columns: int
@@ -365,7 +375,10 @@ def _math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: H
 
 
 class _SafeSoftmax(torch.autograd.Function):
-    """Autograd function of `_safe_softmax` with its temporaries: rows that are masked completely become zeros."""
+    """Autograd function that computes `_safe_softmax` and allocates the same temporaries.
+
+    Fully masked rows become zeros.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 `choose_backend` follows ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and the checks in ``sdp_utils_cpp.h``
 of torch 2.13. It uses the flags and the order set by `torch.nn.attention.sdpa_kernel` and `torch.backends.cuda`. cuDNN
-is first on compute capabilities 9.0, 10.0 and 10.3, and last on other cards. This needs cuDNN 9.15.1 or newer, and
-TORCH_CUDNN_SDPA_DEPRIORITIZED must not be set. The efficient kernel does not support grouped heads.
+is first on compute capabilities 9.0, 10.0 and 10.3 if it is version 9.15.1 or newer and TORCH_CUDNN_SDPA_DEPRIORITIZED
+is not set. Otherwise it is last. The efficient kernel does not support grouped heads.
 
 Does NOT cover nested tensors, ROCm, FlashAttention 3, and builds of torch that lack a library.
 """

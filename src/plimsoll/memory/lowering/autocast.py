@@ -73,7 +73,10 @@ def cuda_autocast_lists() -> Iterator[None]:
 
 
 def cast_to_lower_precision(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Return tensors cast as by an op of the lower-precision list; unchanged outside an autocast region."""
+    """Return tensors cast as by an op of the lower-precision list; unchanged outside an autocast region.
+
+    ``None`` stands for an absent tensor and stays ``None``.
+    """
     if not (_casts.active and torch.is_autocast_enabled("cpu")):
         return list(tensors)
     return [_cast(tensor, torch.get_autocast_dtype("cpu")) for tensor in tensors]
@@ -249,7 +252,10 @@ _casts = _Casts()
 
 
 def _cast(tensor: Any, dtype: torch.dtype, may_keep: bool = True) -> Any:
-    """Return a cast tensor, cached if it is a parameter (`cached_cast`, without its exception for CUDA graphs)."""
+    """Return a tensor cast to ``dtype``; with ``may_keep``, the cast of a float32 parameter is cached.
+
+    Follows `cached_cast`, without its exception for CUDA graphs.
+    """
     if not _eligible(tensor) or tensor.dtype == dtype:
         return tensor
     keep = (

@@ -57,7 +57,10 @@ class Lowering(Protocol):
         """Mark a fake batch tensor as being in the memory where a data loader puts it, and return it."""
 
     def active(self, note: Note) -> AbstractContextManager[None]:
-        """Replace the ops that differ on the target until the context exits."""
+        """Replace the ops that differ on the target until the context exits.
+
+        ``note`` is called with each value that a model estimates.
+        """
 
     def run_with(self, run: Run) -> Run:
         """Wrap the function that executes an op, so that results are as on the target."""

@@ -1,7 +1,8 @@
 """Corrections for CPU kernels whose results differ in size from torch's fake versions.
 
-Found by running ops in both ways (``benchmarks/predict_live_cpu.py``, torch 2.13); sources are in
-``aten/src/ATen/native``. No other differences are known; `plimsoll.memory.compare` would show them.
+The differences were found by running ops on real and on fake tensors (``benchmarks/predict_live_cpu.py``, torch 2.13).
+The sources of the kernels are in ``aten/src/ATen/native``. No other differences are known; `plimsoll.memory.compare`
+would show them.
 """
 
 from __future__ import annotations

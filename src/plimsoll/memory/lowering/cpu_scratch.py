@@ -97,7 +97,7 @@ def _rnn_output_bytes(args: Sequence[Any]) -> int:
 
 
 def _rnn(args: Sequence[Any], num_threads: int) -> int:
-    """Return the bytes of both weights in oneDNN's layout, and of the four input gates of every step in float32.
+    """Return the bytes of both weight matrices in oneDNN's layout, and of the four gates of every step in float32.
 
     In half precision, input and gates are multiplied step by step (``n_iter_scratch_gates``) if the processor supports
     it. Otherwise, the gates of every step are stored in float32.
@@ -110,9 +110,10 @@ def _rnn(args: Sequence[Any], num_threads: int) -> int:
 def _rnn_backward(args: Sequence[Any], num_threads: int) -> int:
     """Return the scratch bytes of the backward of an LSTM layer.
 
-    Both weights and their gradients are stored in oneDNN's layout. In float32, the four gates of every step are stored
-    as well. In half precision, the output's gradient is stored in float32, and also those gates if the processor lacks
-    bfloat16. A non-contiguous gradient is copied. The part of the workspace that only backward writes becomes resident.
+    Both weight matrices and their gradients are stored in oneDNN's layout. In float32, the four gates of every step are
+    stored as well. In half precision, the output's gradient is stored in float32, and also those gates if the processor
+    lacks bfloat16. A non-contiguous gradient is copied. The part of the workspace that only backward writes becomes
+    resident.
     """
     output_bytes = _rnn_output_bytes(args)
     copied_bytes = 0 if args[10] is None or args[10].is_contiguous() else output_bytes

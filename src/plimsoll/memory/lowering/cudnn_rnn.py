@@ -198,7 +198,7 @@ def _are_flat(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
 
 
 class _FusedLstmCell(torch.autograd.Function):
-    """Autograd function of ``_thnn_fused_lstm_cell``, which saves [B, 4H] and the gates.
+    """Autograd function of ``_thnn_fused_lstm_cell``. It saves a [B, 4H] workspace, its inputs and the new cell state.
 
     It replaces torch's meta kernel, which fails without biases.
     """
@@ -222,7 +222,7 @@ class _FusedLstmCell(torch.autograd.Function):
 
 
 class _FusedGruCell(torch.autograd.Function):
-    """Autograd function of ``_thnn_fused_gru_cell``, which saves [B, 5H], and the gates for double backward.
+    """Autograd function of ``_thnn_fused_gru_cell``. It saves a [B, 5H] workspace, and its inputs for double backward.
 
     torch has no meta kernel for it.
     """
@@ -279,7 +279,10 @@ _PACKED = ("data", "batch_sizes", *_PADDED[1:-1])
 
 
 class _Arguments(NamedTuple):
-    """Named arguments of ``torch.lstm`` and similar functions, for both overloads."""
+    """Named arguments of ``torch.lstm`` and similar functions, for both overloads.
+
+    ``batch_sizes`` is ``None`` if the input is not packed.
+    """
 
     cell: Cell
     inputs: Tensor

@@ -38,7 +38,11 @@ class SizeRange(NamedTuple):
 
 
 class RnnShape(NamedTuple):
-    """The parameters of a recurrent layer and its batch, on which the sizes of cuDNN's buffers depend."""
+    """The parameters of a recurrent layer and its batch, on which the sizes of cuDNN's buffers depend.
+
+    ``num_projected`` is the projection size, 0 without a projection. ``packed_rows`` is the number of time steps of all
+    samples in a packed batch; ``None`` for a batch that is not packed.
+    """
 
     cell: Cell
     num_steps: int
@@ -102,9 +106,13 @@ def reserve_bytes(shape: RnnShape) -> SizeRange:
 def workspace_bytes(shape: RnnShape) -> SizeRange:
     """Return the size of the workspace of one forward or backward call.
 
-    ``es * (matrices + rows * ((n-1)*H + I) + m*B*H) + 8 MiB * L * D``, where ``es`` is the bytes of an element. The
-    workspace has n vectors for each row: one of width I, the others of width H. For each sample, it has m vectors of
-    width H (see `_values_of_h`). For small layers (`_SMALL`), n is larger by 13 to 16 than for large layers.
+    ``es * (matrices + rows * ((n-1)*H + I) + m*B*H) + 8 MiB * L * D``
+
+    ``es``: bytes of an element. ``matrices``: number of weights without biases. ``rows``: time steps of all samples
+    together (`RnnShape.num_rows`).
+
+    n: vectors for each row, one of width I and the others of width H. m: vectors of width H for each sample. Both are
+    from `_values_of_h`. For small layers (`_SMALL`), n is larger by 13 to 16 than for large layers.
     """
     num_rows, of_sample = _values_of_h(shape)
     rows, inputs = shape.num_rows, shape.num_steps * shape.batch * shape.num_inputs

@@ -5,11 +5,11 @@ The workspace contains the gates and hidden states of every step, and the states
 and layer. Each part begins on a new page. torch calls oneDNN once per layer and direction. The tests check the sizes
 against torch 2.13 on x86-64.
 
-These are allocated bytes. Some of these bytes are never written, so fewer are resident. The left-to-right layer uses
-its input and output in place (``skip_src_layer_copy``, ``skip_dst_layer_copy``), and the other layer copies both. The
-workspace has cell states for two layers, of which forward writes only one. Likewise, backward writes the state
-gradients of only one. This was measured in pages of the tensor around each call, for five shapes in float32 and
-bfloat16, to 0.2 MiB (AVX-512, oneDNN 3.12).
+These are allocated bytes. Some of these bytes are never written, so fewer are resident. A left-to-right layer uses
+its input and output in place (``skip_src_layer_copy``, ``skip_dst_layer_copy``), and a right-to-left layer copies both.
+The workspace has cell states for two layers, but forward writes only the cell states of one. Likewise, backward writes
+the state gradients of only one. The written pages of the tensor were measured around each call, for five shapes in
+float32 and bfloat16 (AVX-512, oneDNN 3.12). The rules agree with them to 0.2 MiB.
 
 Does NOT apply to other libraries (Arm Compute Library).
 """
@@ -58,7 +58,10 @@ def written_in_backward_bytes(args: tuple[Any, ...]) -> int:
 
 
 def with_workspace(result: Any, args: tuple[Any, ...]) -> Any:
-    """Make the fake forward of a layer save the same tensors as the real one."""
+    """Return the result of the fake forward of a layer with the workspace that the real one saves for backward.
+
+    If gradients are disabled, the workspace is ``None``.
+    """
     if not torch.is_grad_enabled():
         return *result[:3], None
     return *result[:3], args[0].new_empty(sum(_parts_of(args)), dtype=torch.uint8)

@@ -4,9 +4,9 @@ Shapes and allocations are as in ``aten/src/ATen/native/PackedSequence.cpp`` (to
 consecutive steps with the same number of samples, and concatenates the copies. Padding allocates the padded output.
 Batch sizes and lengths stay on the host. The lengths must be known (`plimsoll.memory.known_values`).
 
-Errors are raised in the same cases as in torch, and name the sample. Invalid are a batch without samples or steps, and
-a number of lengths that differs from the number of samples. Lengths must be above 0 and in decreasing order
-(``enforce_sorted=True``; otherwise they have been sorted already). Lengths beyond the last step are an error here,
+Errors are raised in the same cases as in torch, and name the sample. A batch needs at least one sample and one step,
+and a length for each sample. Lengths must be above 0 and in decreasing order (``enforce_sorted=True``). Without
+``enforce_sorted``, torch has sorted them already. Lengths beyond the last step are an error here,
 although torch packs such a batch into fewer tokens than it counts: no net can read the result.
 
 Shapes: T steps, B samples, N tokens (the sum of all lengths).

@@ -32,7 +32,7 @@ _FACTORIES = {
 
 
 class OnePlace(TorchFunctionMode):
-    """Function mode that runs code for ``"cuda"`` on the CPU, if all tensors are in one memory."""
+    """Function mode that runs code for ``"cuda"`` on the CPU, for programs whose tensors are all on one device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -56,7 +56,7 @@ class Places(TorchFunctionMode):
         self._copies_to_host: bool | None = None  # destination of the current copy
 
     def put_on_host(self, tensor: Tensor) -> Tensor:
-        """Mark a tensor as host memory, and return it."""
+        """Mark a tensor as being in host memory, and return it."""
         return mark_outside(tensor)
 
     def on_host(self, tensor: Tensor) -> bool:

@@ -136,7 +136,7 @@ class Tracers:
                 future.set_result(content)
 
     def _begin(self) -> tuple[Asked, Future[bytes | None]] | None:
-        """Wait for the next requested trace and return it; return ``None`` when the block ends."""
+        """Wait for a request. Return it and the future of its trace, or ``None`` when the block ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._expected or self._supposed)
             if self._is_over:
@@ -159,7 +159,10 @@ class Tracers:
 
 
 def _num_running() -> int:
-    """Return the number of threads on this machine that run or wait for a core, see proc_loadavg(5)."""
+    """Return the number of threads on this machine that run or wait for a core.
+
+    Read from /proc/loadavg; 1 if it cannot be read.
+    """
     with suppress(OSError):
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     return 1
@@ -177,7 +180,7 @@ def _forked(number: int, job: Job, texts: TextSketch) -> Iterator[_Worker]:
 
 
 def _trace_as_asked(connection: Connection, job: Job, texts: TextSketch, parent: int) -> None:
-    """Make requested traces and send them; for a trace that fails, send an empty answer."""
+    """Make requested traces and send them. If a trace fails, send an empty message."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt goes to the parent, which ends this process
     end_with(parent)
     with suppress(EOFError):

@@ -85,7 +85,7 @@ class StageBackend:
         return nullcontext()
 
     def reserved(self, sizes: list[int]) -> nullcontext[None] | None:
-        """Report that the blocks are reserved, if a real backend of this kind can reserve them."""
+        """Return a context that reserves nothing; ``None`` for a GPU, whose real backend cannot reserve memory."""
         return nullcontext() if self.kind == "cpu" else None
 
     def without_holes(self) -> nullcontext[None]:
@@ -267,7 +267,10 @@ def dry_run_step(
 
 
 def _folding_blocks(trace_with: Callable[[bool, bool], Trace]) -> Callable[[bool], Trace]:
-    """Return a function that traces with equivalent blocks folded, or with all blocks if the folded blocks differ."""
+    """Return a function that traces only one of several equivalent blocks and repeats its events for the others.
+
+    If the blocks differ after all, the function traces every block.
+    """
 
     def traced(keeps_all: bool) -> Trace:
         with suppress(BlocksDiffer):
@@ -317,9 +320,10 @@ def _take_steps(stage: DryRun, step: TrainStep, batches: list[Any], held_out: An
 
 
 def dry_run_samples(batch_size: int, micro_batch: int) -> int:
-    """Return the samples in a dry-run batch: at most `_MOST_MICRO_BATCHES` micro-batches, and the batch's remainder.
+    """Return the number of samples in a dry-run batch.
 
-    The second micro-batch has gradients to add to. A smaller last micro-batch never needs the most memory.
+    The batch has at most `_MOST_MICRO_BATCHES` micro-batches, and the remainder of the real batch. The second
+    micro-batch has gradients to add to. A smaller last micro-batch never needs the most memory.
     """
     return min(batch_size, _MOST_MICRO_BATCHES * micro_batch + batch_size % micro_batch)
 
@@ -334,10 +338,11 @@ def _evaluated_samples(num_samples: int, at_once: Callable[[int], int]) -> int:
 def _telling_samples(batch: Any, micro_batch: int, model: nn.Module, choices: Choices) -> Any:
     """Return the samples of a batch whose passes need most memory, or the first samples if all passes need the same.
 
-    Passes need different memory in two cases: if micro-batches are sorted by length, each is padded to its own length,
-    and a recurrent layer packs its input by the mask. With sorting, the result has the pass with the longest sample,
-    and the pass with most tokens among the remaining passes. Otherwise it has the two passes with most tokens, the
-    larger one last, because it has gradients to add to.
+    Passes need different memory in two cases. If micro-batches are sorted by length, each is padded only to its longest
+    sample. If the model has a recurrent layer, it packs its input by the mask.
+
+    With sorting, the result has the pass with the longest sample, and the pass with most tokens among the remaining
+    passes. Otherwise it has the two passes with most tokens, the larger one last, because it has gradients to add to.
     """
     num_samples = batch_size_of(batch)
     first = split_batch(batch, dry_run_samples(num_samples, micro_batch))[0]
@@ -387,7 +392,7 @@ def _batch(job: Job, texts: TextSketch, num_samples: int, length: int) -> dict[s
 
 
 def uneven_batch(job: Job, texts: TextSketch) -> dict[str, Tensor]:
-    """Return a few made-up samples of a job, with different lengths if the job's may differ."""
+    """Return a few made-up samples of a job. Their lengths differ if the lengths of real samples may differ."""
     length = min(job.sequence_length, _SHORT)
     fields = _batch(job, texts, _FEW, length)
     is_padded = torch.arange(length) >= torch.arange(length, length - _FEW, -1).clamp(min=2)[:, None]

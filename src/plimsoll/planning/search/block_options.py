@@ -26,7 +26,10 @@ _BYTES_A_FLOP = 0.1  # bytes moved in the time of one operation, which converts 
 
 
 class SomeBlocks(NamedTuple):
-    """A choice of blocks to checkpoint. Its saved bytes and added seconds are shares of checkpointing all blocks."""
+    """A choice of blocks to checkpoint, with its effect relative to checkpointing all blocks.
+
+    ``bytes_share`` is its share of the saved bytes, and ``seconds_share`` its share of the added seconds.
+    """
 
     choice: Choice
     bytes_share: float

@@ -96,7 +96,10 @@ def available_choices(problem: Problem) -> AvailableChoices:
 
 
 def _offered(name: str, problem: Problem, is_cut: bool) -> Choices | str:
-    """Return the choices of a technique, or the reason why it offers none."""
+    """Return the choices of a technique, or the reason why it offers none.
+
+    ``is_cut``: whether the batch may be split into micro-batches.
+    """
     if name in problem.decided.forbidden:
         return "forbidden by the user"
     if technique_of(name).is_for_whole_batches and is_cut and name not in problem.decided.required:

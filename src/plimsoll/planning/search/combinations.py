@@ -26,7 +26,7 @@ Allows = Callable[[Choices], bool]
 
 @dataclass(frozen=True)
 class Combination:
-    """Choices without a micro-batch, and the micro-batches (samples) that are possible with them."""
+    """All choices except the micro-batch, and the micro-batch sizes, in samples, that are possible with them."""
 
     choices: Choices
     sizes: Column

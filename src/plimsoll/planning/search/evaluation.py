@@ -27,7 +27,10 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of tracing one combination of techniques at one micro-batch size."""
+    """The result of tracing one combination of techniques at one micro-batch size.
+
+    ``phases`` has the peak of each phase of a step. ``parts`` has the bytes of each category at the peak.
+    """
 
     choices: Choices
     micro_batch: int
@@ -100,7 +103,8 @@ def phase_peaks(counted: Counted) -> dict[Phase, PhasePeak]:
 class Found:
     """The result of a search. If no combination fits, ``fits`` is False and ``chosen`` is the leanest combination.
 
-    ``candidates`` are other combinations of about the same predicted speed, for a trial.
+    ``plain`` is the whole batch with only the choices without which the training cannot run. ``candidates`` are other
+    combinations of about the same predicted speed, for a trial.
     """
 
     chosen: Evaluation

@@ -46,7 +46,10 @@ class Guesses:
         return (micro_batch_choice(int(self.sizes[row])), *self.combination(row))
 
     def best_of(self, rows: Column) -> Choices | None:
-        """Return the choices of the best row: nearly fastest, then fewest techniques, then largest micro-batch."""
+        """Return the choices of the best row: nearly fastest, then fewest techniques, then largest micro-batch.
+
+        Returns ``None`` if ``rows`` is empty.
+        """
         if not len(rows):
             return None
         fastest = self.seconds[rows].min()

@@ -37,7 +37,7 @@ class Known:
         self._combinations: list[Combination] = []
 
     def copied(self) -> Known:
-        """Return a copy that learns independently."""
+        """Return a copy. Effects that the copy learns do not change this object."""
         other = copy(self)
         other.evaluations, other.only_guessed = dict(self.evaluations), set(self.only_guessed)
         other.surrogates = {heap: surrogate.copied() for heap, surrogate in self.surrogates.items()}
@@ -52,7 +52,10 @@ class Known:
         self.only_guessed.difference_update(choices)
 
     def suppose(self, weaker: Sequence[Choice], strongest: Choice) -> Sequence[Choice]:
-        """Suppose that weaker options save as much memory as the strongest, in less time, until each is traced."""
+        """Suppose that weaker options save as much memory as the strongest, in less time. Return the weaker options.
+
+        An option is supposed to do so until it is traced.
+        """
         for choice in weaker:
             for surrogate in self.surrogates.values():
                 surrogate.suppose(choice, strongest, technique_of(choice.technique).may_be_faster)
@@ -60,7 +63,10 @@ class Known:
         return weaker
 
     def blocks(self, problem: Problem, every_block: Choice) -> list[Choice]:
-        """Return choices of some blocks to checkpoint, with effects interpolated from checkpointing every block."""
+        """Return choices that checkpoint only some blocks.
+
+        Their effects are interpolated from the effect of checkpointing every block.
+        """
         found = list[Choice]()
         if problem.setting.trace is not None:
             for some in some_blocks(problem.workload, problem.setting.trace):
@@ -93,7 +99,10 @@ class Known:
         return guesses_of(combinations, self.surrogates, self.evaluations.values())
 
     def best_guess(self, combinations: Sequence[Combination], limit_bytes: int) -> Choices | None:
-        """Return the best choices that are guessed to fit with headroom, or faster choices that may just fit."""
+        """Return the best choices that are guessed to fit with headroom, or faster choices that may just fit.
+
+        Returns ``None`` if no combination may fit.
+        """
         if not combinations:
             return None
         guesses = self.guesses(combinations)

@@ -72,7 +72,7 @@ def _is_possible_with_other_ranks(pin: Pin, workload: Workload, setting: Setting
 
 
 def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
-    """Return the choice that a pin determines; ``None`` if the pin leaves several options open."""
+    """Return the choice that a pin determines; ``None`` if the pin names no option and the technique offers several."""
     technique = technique_of(pin.technique)
     offered = technique.choices(workload, setting)
     if isinstance(offered, str):
@@ -100,7 +100,10 @@ def _chosen(pin: Pin, workload: Workload, setting: Setting) -> Choice | None:
 
 
 def _as_offered(pin: Pin, name: str, value: Value, offered: Value) -> Value:
-    """Convert a pinned value to the type of the technique's option, for example 3 to "3" if the option is a string."""
+    """Convert a pinned value to the type of the technique's option.
+
+    For example, ``checkpointing=3`` becomes ``"3"`` if the option is a string.
+    """
     if isinstance(offered, str):
         return str(value) if isinstance(value, int | float) else value
     if isinstance(value, bool) != isinstance(offered, bool) or not isinstance(value, int):

@@ -85,8 +85,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The traced peak and times of a pass. ``steps_seconds`` has the seconds of its only step, or the first and last.
+    """The traced peak and times of passes with one placement.
 
+    ``steps_seconds`` has the seconds of the only pass, or of the first and the last pass if tokens are generated.
     ``spread`` is the relative error of the predicted memory.
     """
 
@@ -97,7 +98,7 @@ class Evaluation:
 
 
 Evaluate = Callable[[int, frozenset[str]], Evaluation]
-"""A function that traces a number of rows with resident parts."""
+"""Function that traces passes, given the number of rows and the names of the resident parts."""
 
 
 def candidate_rows(most_rows: int) -> tuple[int, ...]:
@@ -229,7 +230,10 @@ class Placer:
         return sum(part.num_bytes for part in self._parts if part.is_streamable and part.name not in resident)
 
     def _kept_in(self, free_bytes: int) -> frozenset[str]:
-        """Return the resident parts: all if they fit, else the output layer and as many blocks as possible."""
+        """Return the resident parts: all parts if those besides ``always`` fit in ``free_bytes``.
+
+        Otherwise ``always``, the output layer if it fits, and as many blocks as possible.
+        """
         free = [part for part in self._parts if part.name not in self.always]
         if self._with_spread(sum(part.num_bytes for part in free)) <= free_bytes:
             return self.all_names

@@ -44,7 +44,7 @@ def not_traced(choices: Choices) -> Evaluation:
 def asked_in_turn(
     go_on: Callable[[], object], guess: Callable[[Choices], None], at_length: Mapping[Choices, Evaluation]
 ) -> Iterator[Likely]:
-    """Yield the combinations that a search requests, in order; a guess answers each request before the next.
+    """Yield the combinations that a search requests, in order. After each, a guess replaces the result of the trace.
 
     Args:
         go_on: runs the copied search again, until `not_traced` raises or the search ends.
@@ -66,7 +66,10 @@ def asked_in_turn(
 
 
 def as_guessed(choices: Choices, surrogate: Surrogate, evaluations: Iterable[Evaluation]) -> Evaluation:
-    """Return the expected evaluation of choices: a guessed peak and time; other fields from the most similar trace."""
+    """Return the expected evaluation of choices.
+
+    The peak and the step time are guessed. The other fields are from the most similar trace.
+    """
     combination = without_micro_batch(choices)
     micro_batch = next(int(one.options["samples"]) for one in choices if one.technique == MICRO_BATCH)
     need, seconds = surrogate.guess([combination], np.zeros(1, dtype=int), np.asarray([micro_batch]))

@@ -168,7 +168,8 @@ class _Search:
     def _plain_line(self, limit_bytes: int) -> None:
         """Trace the base (the choices that are in every combination) at a few micro-batches.
 
-        The evaluation at the smallest one, chosen to fit, becomes the reference for judging techniques.
+        The smallest of them is a size at which the base is expected to fit. Its evaluation becomes the reference for
+        judging techniques.
         """
         base, sizes = self._available.base, self._available.sizes
         large = self._evaluate(base, sizes[0])
@@ -372,7 +373,10 @@ class _Search:
         return self._traced_within(limit_bytes, None)
 
     def _stretched(self, chosen: Evaluation, limit_bytes: int) -> Evaluation:
-        """Trace combinations guessed to be much faster that may fit, given the error of the guesses."""
+        """Trace combinations guessed to be much faster than ``chosen`` that may fit, despite their guessed memory need.
+
+        Return the fastest combination that fits, which is ``chosen`` if no traced combination is faster.
+        """
         while self._num_missed < _MOST_MISSED:
             guesses = self._known.guesses(self._known.combinations())
             may_be = guesses.possible & ~guesses.traced & (guesses.needs <= _FAR_OFF * limit_bytes)
@@ -409,7 +413,10 @@ class _Search:
         )
 
     def _simpler(self, evaluation: Evaluation, limit_bytes: int) -> Choices | None:
-        """Return an untraced combination with one choice fewer that may be as fast, despite its guess, or ``None``."""
+        """Return an untraced combination with one choice fewer that may be as fast, or ``None``.
+
+        Its guessed step time may be slightly longer, because guesses have an error.
+        """
         shorter = [
             combination
             for combination in self._known.combinations()
@@ -460,7 +467,10 @@ class _Search:
     # -- fallbacks and alternatives ------------------------------------------------------------------------------------
 
     def _fallbacks(self, chosen: Evaluation) -> Iterator[Evaluation]:
-        """Yield the fallbacks: the fastest known combination within each share of the plan's need, then the leanest.
+        """Yield the fallbacks of a plan, in order of falling memory need.
+
+        For each of several fractions of the plan's need, take the fastest known combination that needs no more. Then
+        take the leanest combination.
 
         Fallbacks need not be optimal, so the traces that were made for the plan are used. One more trace, with all
         remaining techniques together, shows how far the need can fall.
@@ -505,7 +515,10 @@ class _Search:
         return least_of(evaluation for evaluation in self._known.evaluations.values() if self._can_be(evaluation, None))
 
     def _lossy_alternatives(self, leanest: Evaluation) -> tuple[Evaluation, ...]:
-        """Return the lossy alternatives to the leanest combination that need less, with its compatible choices."""
+        """Return the combinations with a lossy choice, not allowed by the user, that need less than ``leanest``.
+
+        Each keeps the choices of ``leanest`` that are compatible with the lossy choice.
+        """
         evaluations = map(self._evaluator, lossy_alternatives_of(self._problem, self._available, leanest.choices))
         return tuple(
             evaluation for evaluation in evaluations if evaluation.need_bytes < (1 - SAME_BYTES) * leanest.need_bytes

@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 class StreamTimeline:
     """The seconds at which processor, device and link become idle, relative to the start.
 
-    ``waited`` is the time of the all-reduce of gradients after the last pass. ``fetched`` is the time of a pass's other
-    exchanges with other ranks, which run in parallel with its kernels. ``arrivals`` are the times at which copies end,
-    by row. If nothing overlaps, the processor does all work, and copies are ordinary ops.
+    ``link`` has a time for each direction; ``True`` is to the device. ``adding`` is the time of the thread that adds up
+    gradients. ``waited`` is the time of the all-reduce of gradients after the last pass.
+
+    ``fetched`` is the time of a pass's other exchanges with other ranks, which run in parallel with its kernels.
+    ``arrivals`` are the times at which copies end, by row. If nothing overlaps, the processor does all work, and copies
+    are ordinary ops.
     """
 
     overlaps: bool
@@ -64,7 +67,8 @@ class StreamTimeline:
     def work(self, seconds: float, *, adds_up: bool) -> None:
         """Add work of the processor in host memory.
 
-        If ops overlap and ``adds_up`` is True, the thread that adds up gradients does the work, in parallel.
+        If work overlaps and ``adds_up`` is True, the thread that adds up gradients does it. Otherwise, it delays the
+        processor.
         """
         if adds_up and self.overlaps:
             self.adding += seconds

@@ -132,7 +132,7 @@ class Surrogate:
         self._off: dict[Choices, dict[int, tuple[float, float]]] = {}  # errors (bytes, s) by combination and size
 
     def copied(self) -> Surrogate:
-        """Return a copy that learns independently."""
+        """Return a copy. Effects that the copy learns do not change this object."""
         other = copy(self)
         other._effects, other._supposed = dict(self._effects), dict(self._supposed)
         other._off = {combination: dict(points) for combination, points in self._off.items()}
@@ -214,7 +214,11 @@ class Surrogate:
             self._supposed[choice] = strong
 
     def correct(self, evaluation: Evaluation) -> None:
-        """Learn from a traced combination. The supposed effects of its choices are replaced first."""
+        """Learn from a traced combination.
+
+        If the effects of some of its choices were only supposed, they are first replaced by effects that explain the
+        trace.
+        """
         size = np.asarray([evaluation.micro_batch])
         for choice in [one for one in evaluation.combination if one in self._supposed]:
             self._put_right(choice, self._supposed.pop(choice), evaluation)

@@ -2,8 +2,8 @@
 
     duration = step_duration(counted, speed, batch_size=64, micro_batch=8, dry_run_samples=16)
 
-Each op takes the time of its floating-point operations or of its bytes at the device's rates, whichever is longer (a
-roofline), plus its call. `plimsoll.planning.search.stream_timeline` models the overlap of processor, device and link. A
+Each op takes the time of its floating-point operations or of its bytes, whichever is longer (a roofline). The time to
+launch the op is added. `plimsoll.planning.search.stream_timeline` models the overlap of processor, device and link. A
 dry run has at most two micro-batches, and the time of the real step is extrapolated from them.
 
 The goal is that the faster of two plans is also predicted to be faster. `benchmarks/plan_time_model.py` checks this
