@@ -236,7 +236,10 @@ def _reserve(temporary: Path, note: dict[str, Any]) -> None:
 
 
 def _let_go(folder: Path, num_bytes: int, most_bytes: int) -> int:
-    """Delete copies until ``num_bytes`` more bytes are allowed and free. Return the missing bytes, or 0 or less."""
+    """Delete copies until ``num_bytes`` more bytes fit on the disk and into ``most_bytes``, the limit for all copies.
+
+    Return how many bytes are still missing; 0 or a negative number if the bytes fit.
+    """
     copies, taken_bytes = [], 0
     for note in folder.glob(f"*/*{_NOTE}"):
         place = Path(str(note).removesuffix(_NOTE))

@@ -63,7 +63,11 @@ class Reading:
 
 
 class Layout(NamedTuple):
-    """The layout of a file, as needed to decode it; serializable as JSON. Columns are indices (csv) or names."""
+    """The properties of a file that are needed to decode its texts; serializable as JSON.
+
+    ``columns`` are the columns of the text, and ``label`` is the column of the classes: an index in csv, else a name.
+    ``label`` is ``None`` if the texts have no classes.
+    """
 
     format: str
     unit: Unit = "document"
@@ -93,7 +97,10 @@ class Part(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The reason why the text at byte ``at`` cannot be read, and the remedy. ``line`` counts from the part's start."""
+    """The reason why the text at byte ``at`` of a file cannot be read, and the remedy.
+
+    ``line`` is counted from 0 at the beginning of the scanned part; ``None`` if the line is not known.
+    """
 
     at: int
     why: str

@@ -160,7 +160,10 @@ class Rows:
         )
 
     def _check_lengths(self, path: str, starts: NDArray[np.int64], dropped: NDArray[np.bool_]) -> dict[int, int]:
-        """Drop texts that are too long. Return the ends of texts before more than 1 MiB of blank lines."""
+        """Mark texts that are too long as dropped.
+
+        Return the end of each text that is followed by more than 1 MiB of blank lines, by the index of the text.
+        """
         ends: dict[int, int] = {}
         if self._source.layout.format in _CONVERTED or self._is_document():
             return ends
