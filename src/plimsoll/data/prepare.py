@@ -88,6 +88,8 @@ def prepare_again(
 ) -> Prepared:
     """Prepare the data that is no longer in the cache, and check that its tokens are the same as before.
 
+    ``known`` is the result of the earlier preparation.
+
     Raises:
         BudgetError: if tokenizer training needs more than the budget.
         DataError: if the texts or the tokenizer are missing or have changed.

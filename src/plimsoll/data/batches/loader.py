@@ -72,10 +72,10 @@ class Loader:
         device: the device to which the fields of a batch are moved.
         rank: the index of this process among the ``world_size`` processes that share each batch.
         world_size: the number of processes that share each batch.
-        host_budget_bytes: the memory limit for ``"auto"`` workers and their batches, in bytes.
+        host_budget_bytes: the memory limit for ``"auto"`` workers and their batches, in bytes; ``None`` for no limit.
         on_event: called with a sentence for each failure that was handled; by default, a warning.
         oom_kills: a function that returns how many processes the kernel has killed so far because memory ran out. It
-            shows whether a worker was killed for this reason.
+            shows whether a worker was killed for this reason. ``None``: the number is unknown.
 
     Raises:
         DataError: if the data set does not fill one batch, or its lengths do not fit the buckets.

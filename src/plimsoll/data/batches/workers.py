@@ -263,6 +263,7 @@ class _Ahead:
 
         Raises:
             RuntimeError: if a worker has died.
+            PlimsollError: if reading the batch failed in the worker.
         """
         cursor, self.cursor = self.cursor, None
         assert cursor is not None

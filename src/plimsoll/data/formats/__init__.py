@@ -28,8 +28,8 @@ class Reading:
     """The rules for reading files: the unit of a text, its columns, and the handling of faults.
 
     Attributes:
-        unit: for plain text: the whole file, a line, or a paragraph between blank lines (white space only). In tables
-            every row is a text, and this option is ignored.
+        unit: the extent of a text in plain text files: the whole file, a line, or a paragraph between blank lines
+            (white space only). In tables every row is a text, and this option is ignored.
         text: the column of a table with the texts, or several columns (joined by newlines). ``None``: the column
             ``text``, or the only column of strings. The columns of a csv without a header are called ``1``, ``2``, ...
         label: the column with the classes, or ``None`` if the texts have no classes.

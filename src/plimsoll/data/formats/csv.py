@@ -131,7 +131,7 @@ def quoting_after(part: Part) -> int:
 
 
 def quoting_after_line(line: bytes, layout: Layout, quoting: int) -> int:
-    """Return the quoting state after ``line``, which must not include its newline."""
+    """Return the quoting state after a line without its newline; ``quoting`` is the state at its beginning."""
     after = _quotes(np.frombuffer(line, np.uint8), layout, 0, quoting)[1]
     return QUOTED if after == QUOTED else OPENS
 

@@ -64,7 +64,11 @@ class Marked(Protocol):
 
 
 class Begin(NamedTuple):
-    """A sentence or paragraph: the index of its first character, the end of the preceding sentence, and its mark."""
+    """The beginning of a sentence or paragraph in a text.
+
+    ``place`` is the index of its first character. ``end_before`` is the index at which the preceding sentence ends
+    (exclusive). ``mark`` holds the bits of `MARKS`.
+    """
 
     place: int
     end_before: int

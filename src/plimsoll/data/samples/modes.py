@@ -33,8 +33,8 @@ class Texts(NamedTuple):
         job: the job.
         lengths: the number of tokens of each text, without special tokens.
         scale: the number of texts of the corpus per text in ``lengths``.
-        num_bytes: the size of each text in its file, in bytes.
-        at_borders: the number of tokens of each window, if the job cuts texts at sentences or paragraphs.
+        num_bytes: the size of each text in its file, in bytes; ``None`` unless texts are tokenized on demand.
+        at_borders: the number of tokens of each window; ``None`` unless the job cuts texts at sentences or paragraphs.
         template: the special tokens around each text, or each window.
     """
 

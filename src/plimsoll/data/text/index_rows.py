@@ -37,11 +37,14 @@ _WHITE = {"line": b"\r\n", "paragraph": bytes(range(33)), "document": b"\r\n"}
 
 
 class FileFault(Exception):
-    """A file found in a folder or by a pattern, and read as plain text, is not text; the file is left out."""
+    """A plain text file that was found in a folder or by a pattern has a fault, and is left out of the index."""
 
 
 class Source(NamedTuple):
-    """A file to index: its name for messages, whether a fault leaves it out as a whole, its layout and its size."""
+    """A file to index: its name for messages, its layout and its size.
+
+    ``is_optional``: if the file has a fault, the whole file is left out of the index without an error.
+    """
 
     name: str
     is_optional: bool  # if it is not text, it is left out without an error
