@@ -58,8 +58,8 @@ class Buckets:
         max_tokens: the maximum number of tokens of a batch including padding: the padded length of its longest sample
             times its number of samples.
         rows_for: a table whose entry n is the maximum number of samples of a batch that is padded to n tokens, as
-            predicted memory allows. It may also be a mapping from lengths to these numbers. An entry then also holds for
-            shorter lengths, down to the next smaller key (`plimsoll.rows_by_length`).
+            predicted memory allows. It may also be a mapping from lengths to these numbers. An entry then also holds
+            for shorter lengths, down to the next smaller key (`plimsoll.rows_by_length`).
         pool_samples: the number of samples sorted at a time. More samples give less padding, and less random batches.
         pad_multiple: the length of a batch is padded to a multiple of this; by default, ``pad_multiple`` of the data
             set, or 1.

@@ -54,7 +54,7 @@ _LINES_FILE = "data.jsonl"
 class PlainFile(NamedTuple):
     """A file that can be indexed. ``name`` is the user's name for it, and ``path`` is the path of its bytes.
 
-    ``is_named``: the user gave this very file, so a fault in it is an error, and it is not skipped.
+    ``is_named``: the user gave this very file. Unless faulty texts are skipped, a fault in it is then an error.
     For a converted file, ``skipped`` lists the first 100 rows that were left out, and ``num_skipped`` counts all.
     ``tags`` holds each tag of its words with its count.
     """

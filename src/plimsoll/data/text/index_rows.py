@@ -43,7 +43,7 @@ class FileFault(Exception):
 class Source(NamedTuple):
     """A file to index: its name for messages, its layout and its size.
 
-    ``is_optional``: if the file has a fault, the whole file is left out of the index without an error.
+    ``is_optional``: unless faulty texts are skipped, a fault leaves the whole file out of the index without an error.
     """
 
     name: str
