@@ -125,7 +125,7 @@ def marked_pieces(pieces: Iterable[tuple[str, bool]], with_borders: bool) -> Ite
     Borders are found with the surrounding characters of the same text.
 
     Args:
-        pieces: pairs of a piece and whether it is the last of its text, as from `Corpus.pieces`.
+        pieces: pairs of a piece and a bool, which is true for the last piece of a text, as from `Corpus.pieces`.
         with_borders: whether to find borders.
     """
     before, is_first = "", True
