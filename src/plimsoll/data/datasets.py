@@ -31,7 +31,7 @@ from plimsoll.records.prepared import Prepared, PreparedText
 
 
 def open_datasets(prepared: Prepared, job: Job) -> tuple[Samples | Subset, Samples | Subset | None]:
-    """Open the memory-mapped training samples, and the validation samples if the job has any.
+    """Open the memory-mapped training samples and validation samples (``None`` if the job has no validation).
 
     Raises:
         DataError: if the data is no longer in the cache, or is too short for the ``sequence_length`` of the job.
@@ -97,7 +97,7 @@ class _Opening:
         return DocumentDataset(spans, labels, pad_id, augmentation=self._tokens(is_training))
 
     def streams(self) -> tuple[Samples, Samples | None]:
-        """Open the stream slots for training and for validation."""
+        """Open the stream slots for training and for validation (``None`` if the job has no validation)."""
         train, other = self._prepared.train, self._prepared.validation
         slots, other_slots = slots_of(self._job, train, other)
         resets = self._job.data.reset is not None

@@ -38,7 +38,10 @@ _QUOTE = b'"'
 
 
 class InputRow(NamedTuple):
-    """One row: its text, or the reason why it has no text, and the kept columns."""
+    """One row of a file: its index ``number``, its text, and the requested other columns (``kept``).
+
+    ``fault`` is the reason why the row has no text; ``None`` if it has a text.
+    """
 
     number: int
     text: str

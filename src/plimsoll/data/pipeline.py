@@ -82,7 +82,10 @@ class Pipeline:
         return output
 
     def is_there(self, stage: Stage[Any]) -> bool:
-        """Return whether the output of a stage is in the cache. This makes the outputs that the stage needs."""
+        """Return whether the output of a stage is in the cache.
+
+        To determine this, the outputs that the stage needs are made if they are missing.
+        """
         given = self._given(stage)
         return not isinstance(given, Store) or given.is_there
 

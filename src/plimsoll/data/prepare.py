@@ -88,6 +88,8 @@ def prepare_again(
 ) -> Prepared:
     """Prepare the data that is no longer in the cache, and check that its tokens are the same as before.
 
+    ``known`` is the result of the earlier preparation.
+
     Raises:
         BudgetError: if tokenizer training needs more than the budget.
         DataError: if the texts or the tokenizer are missing or have changed.
@@ -114,7 +116,11 @@ def stream_of(text: PreparedText) -> Tokens:
 
 
 def slots_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tuple[StreamSlots, StreamSlots | None]:
-    """Return the stream slots for training and for validation, which uses its own text or a share of the stream."""
+    """Return the stream slots for training and for validation.
+
+    Validation reads ``held_out``, or the share of the training stream that the job holds out. Its slots are ``None`` if
+    the job has no validation.
+    """
     num_slots, length, share = job.batch_size, job.sequence_length, job.data.validation
     if held_out is not None:
         slots = training_slots(train.num_tokens, num_slots, length)
@@ -125,7 +131,10 @@ def slots_of(job: Job, train: PreparedText, held_out: PreparedText | None) -> tu
 def reach_of(
     job: Job, train: PreparedText, held_out: PreparedText | None, segment_steps: int | None = None
 ) -> GradientReach:
-    """Compute how many tokens back gradients of streams reach, optionally with segments of ``segment_steps`` tokens."""
+    """Compute how many tokens back gradients reach in the training stream.
+
+    If ``segment_steps`` is given, gradients also stop at the beginning of each segment of that many tokens.
+    """
     slots, _ = slots_of(job, train, held_out)
     return slots.reach(stream_of(train).ends if job.data.reset else None, segment_steps)
 
@@ -151,7 +160,10 @@ def _text(pipeline: Pipeline, name: str) -> PreparedText:
 
 
 def _split(pipeline: Pipeline, text: PreparedText) -> tuple[PreparedText, PreparedText | None]:
-    """Split texts into training and held-out texts; the latter are ``None`` if samples are split when opened."""
+    """Split texts into training and held-out texts.
+
+    The held-out texts are ``None`` if the datasets split samples instead of texts when they are opened.
+    """
     if text.tokens_folder is None or not (text.has_windows or pipeline.job.data.pack or pipeline.job.reads_streams):
         return text, None
 
@@ -165,7 +177,10 @@ def _split(pipeline: Pipeline, text: PreparedText) -> tuple[PreparedText, Prepar
 
 
 def _samples(pipeline: Pipeline, name: str) -> dict[str, Any]:
-    """Make the samples of all texts, or of the training or held-out texts. Return fields of `PreparedText`."""
+    """Make the samples of the texts that the pipeline selects: all, training or held-out texts.
+
+    Return the fields of `PreparedText` that describe the samples. Errors call the texts ``name``.
+    """
     data, length, batch_size = pipeline.job.data, pipeline.job.sequence_length, pipeline.job.batch_size
     if not pipeline.job.reads_streams:
         every, spans = pipeline.run(stage.SPANS), pipeline.run(stage.CHOSEN_SPANS)

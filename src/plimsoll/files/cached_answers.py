@@ -3,11 +3,11 @@
     content = read("plans", facts)      # None if there is no intact entry
     write("plans", facts, content)
 
-The inputs are called *facts*. An entry is one file, named by the hash of its facts. It begins with a hash of its name
-and content, so a damaged or renamed file is ignored. It is written atomically (`write_atomically`). The cache is
-limited to `MOST_BYTES`; the least recently read entries are removed. If the folder is not writable, nothing is cached
-and no error is raised, because each result can be computed again. The caller decides which facts a result depends on
-(`plimsoll.planning.cached_traces`).
+The inputs are called *facts*. The *kind* of a result (``"plans"``) is the name of its subfolder. An entry is one file,
+named by the hash of its facts. It begins with a hash of its name and content, so a damaged or renamed file is ignored.
+It is written atomically (`write_atomically`). The cache is limited to `MOST_BYTES`; the least recently read entries are
+removed. If the folder is not writable, nothing is cached and no error is raised, because each result can be computed
+again. The caller decides which facts a result depends on (`plimsoll.planning.cached_traces`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def read(kind: Kind, facts: Facts) -> bytes | None:
 
 
 def write(kind: Kind, facts: Facts, content: bytes) -> None:
-    """Store an entry; remove the least recently used above `MOST_BYTES`. Do nothing if the folder is read-only."""
+    """Store an entry, and remove the least recently used entries if all together exceed `MOST_BYTES`.
+
+    If the folder is not writable, nothing is stored.
+    """
     path, packed = _path_of(kind, facts), zlib.compress(content, _FASTEST)
     with suppress(OSError, OutputError):
         path.parent.mkdir(parents=True, exist_ok=True)

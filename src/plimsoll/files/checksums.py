@@ -178,7 +178,11 @@ def checked(path: Path, dtype: Any, shape: tuple[int, ...] | None = None) -> Che
 
 
 def require_runs(array: Any, starts: Ints, stops: Ints) -> None:
-    """Verify ranges of an array, if it is `Checked`, before they are read without indexing it."""
+    """Verify the elements from each index in ``starts`` to the index in ``stops`` (exclusive).
+
+    This is necessary if they are then read in another way than by indexing. It does nothing unless ``array`` is
+    `Checked`.
+    """
     if isinstance(array, Checked):
         array.require(starts, stops)
 

@@ -64,7 +64,10 @@ class Sealed:
 
 
 class Sealing(Protocol):
-    """Callbacks that may replace a container after items were added. They return the container itself to keep it."""
+    """Callbacks that may replace a container, to save memory, after items were added to it.
+
+    A callback that returns the container itself keeps it.
+    """
 
     def of_dict(self, container: dict[str, Any]) -> Any:
         """Return the replacement for a dict."""
@@ -82,8 +85,9 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Thing:
-    """A stand-in for a class (``args`` is ``None``), or for the result of a call.
+    """A stand-in for a class or function that a pickle names, or for the result of a call of it.
 
+    ``args`` are the arguments of the call; ``None``: the class or function itself, not called.
     ``state`` is the argument with which the pickle would call ``__setstate__`` of the result, or ``None``.
     """
 

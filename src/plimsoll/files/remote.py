@@ -80,7 +80,7 @@ def is_copy(path: str) -> bool:
 
 @contextmanager
 def held(path: str, told: Told = _silent) -> Iterator[str]:
-    """Download a file if necessary, and prevent its deletion during the block.
+    """Download a remote file if necessary, yield the path of its copy, and keep the copy inside the block.
 
     Args:
         path: the path of a copy. Any other path is yielded unchanged.
@@ -120,7 +120,10 @@ def descriptor_of(path: str, told: Told = _silent) -> int:
 
 
 def head_of(path: str, num_bytes: int) -> bytes | None:
-    """Return the first bytes of a large remote file not downloaded yet; ``None`` for a file to open as usual."""
+    """Return the first bytes of a large remote file that is not downloaded yet.
+
+    Return ``None`` for any other file, which the caller opens as usual.
+    """
     note = _note_of(path)
     if note is None or note["num_bytes"] < _WORTH_A_HEAD_BYTES or _is_whole(Path(path), note):
         return None
@@ -236,7 +239,10 @@ def _reserve(temporary: Path, note: dict[str, Any]) -> None:
 
 
 def _let_go(folder: Path, num_bytes: int, most_bytes: int) -> int:
-    """Delete copies until ``num_bytes`` more bytes are allowed and free. Return the missing bytes, or 0 or less."""
+    """Delete copies until ``num_bytes`` more bytes fit on the disk and into ``most_bytes``, the limit for all copies.
+
+    Return how many bytes are still missing; 0 or a negative number if the bytes fit.
+    """
     copies, taken_bytes = [], 0
     for note in folder.glob(f"*/*{_NOTE}"):
         place = Path(str(note).removesuffix(_NOTE))

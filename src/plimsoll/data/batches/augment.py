@@ -176,7 +176,7 @@ def spared(
 def swap_places(
     keys_B: NDArray[np.uint64], is_free_N: NDArray[np.bool_], lengths_B: Ints, share: float, distance: int
 ) -> Ints:
-    """Return for each place (N,) the index, before the swaps, of the element that is there after the swaps.
+    """Return the order of elements after swaps (N,): entry ``i`` is the old index of the element that is now at ``i``.
 
     Each free element moves, with probability ``share``, behind one of the next free elements of the same sample.
 

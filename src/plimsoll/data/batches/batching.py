@@ -42,7 +42,7 @@ class Cursor(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """The batches of consecutive samples of an order: batch k is ``ids[starts[k]:stops[k]]``."""
+    """Consecutive samples of an order, split into batches: batch k has the samples ``ids[starts[k]:stops[k]]``."""
 
     ids: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -55,10 +55,11 @@ class Buckets:
 
     Args:
         batch_size: the number of samples of a batch.
-        max_tokens: the maximum number of tokens of a batch including padding: its longest sample times its samples.
+        max_tokens: the maximum number of tokens of a batch including padding: the padded length of its longest sample
+            times its number of samples.
         rows_for: a table whose entry n is the maximum number of samples of a batch that is padded to n tokens, as
-            predicted memory allows. Or a mapping from lengths to maximum samples; each entry also holds for shorter
-            lengths, down to the next smaller key (`plimsoll.rows_by_length`).
+            predicted memory allows. It may also be a mapping from lengths to these numbers. An entry then also holds
+            for shorter lengths, down to the next smaller key (`plimsoll.rows_by_length`).
         pool_samples: the number of samples sorted at a time. More samples give less padding, and less random batches.
         pad_multiple: the length of a batch is padded to a multiple of this; by default, ``pad_multiple`` of the data
             set, or 1.
@@ -88,7 +89,7 @@ class Buckets:
 
 
 class Batches(ABC):
-    """The batches of every epoch, each found by its cursor. Iteration makes it a batch sampler of one epoch."""
+    """The batches of every epoch, each found by its cursor. Iteration yields the batches of one epoch (`set_epoch`)."""
 
     drop_last = False
     batch_size: int | None  # None: batch sizes vary, which Accelerate supports
@@ -100,7 +101,7 @@ class Batches(ABC):
 
     @property
     def sampler(self) -> Batches:
-        """The object on which Lightning calls `set_epoch`."""
+        """These batches themselves: Lightning calls `set_epoch` on the attribute ``sampler`` of a batch sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -135,7 +136,7 @@ class Batches(ABC):
         return cursor.position + int((pool.stops - pool.starts)[: cursor.batch].sum())
 
     def state(self, cursor: Cursor) -> dict[str, int]:
-        """Return a cursor as integers by name, with a hash that identifies the order of the samples."""
+        """Return the state to checkpoint: the cursor as integers, the number of samples, and a hash of their order."""
         order = zlib.crc32(repr(self._order.identity).encode())
         return self._place(cursor) | {"num_samples": self._order.num_samples, "order": order}
 
@@ -242,7 +243,7 @@ class BucketBatches(Batches):
         lengths: a function from sample indices to their numbers of tokens.
         buckets: the rule that groups the samples.
         pad_multiple: the multiple to which lengths are padded if ``buckets`` has none.
-        most_tokens: the upper bound for padded lengths.
+        most_tokens: the upper bound for padded lengths; ``None`` for no bound.
 
     Raises:
         DataError: if a single sample exceeds the limit of a batch, or ``rows_for`` does not reach the longest sample.
@@ -325,7 +326,10 @@ class BucketBatches(Batches):
         return self._largest()
 
     def _largest(self) -> Cursor:
-        """Return the cursor of the batch in epoch 0 with the most elements: of several, the longest batch."""
+        """Return the cursor of the batch in epoch 0 with the most elements.
+
+        If several batches have equally many, the batch with the longest sample is chosen.
+        """
         best, found = (0, 0), Cursor()
         for begin, _, tokens, starts in self._cuts(0):
             longest = tokens[starts]

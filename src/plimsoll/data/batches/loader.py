@@ -40,7 +40,14 @@ def warn(text: str) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch: its tensors, the indices of its samples, and the number of samples in earlier batches of the epoch."""
+    """A batch, or the share of a batch that this rank reads.
+
+    Attributes:
+        fields: the tensors of the batch by name, on the device of the loader.
+        sample_ids: the indices of the samples in ``fields``.
+        epoch: the epoch of the batch.
+        first_sample: the number of samples in earlier batches of the epoch, of all ranks together.
+    """
 
     fields: dict[str, torch.Tensor]
     sample_ids: NDArray[np.int64]
@@ -65,10 +72,10 @@ class Loader:
         device: the device to which the fields of a batch are moved.
         rank: the index of this process among the ``world_size`` processes that share each batch.
         world_size: the number of processes that share each batch.
-        host_budget_bytes: the memory limit for ``"auto"`` workers and their batches, in bytes.
+        host_budget_bytes: the memory limit for ``"auto"`` workers and their batches, in bytes; ``None`` for no limit.
         on_event: called with a sentence for each failure that was handled; by default, a warning.
         oom_kills: a function that returns how many processes the kernel has killed so far because memory ran out. It
-            shows whether a worker was killed for this reason.
+            shows whether a worker was killed for this reason. ``None``: the number is unknown.
 
     Raises:
         DataError: if the data set does not fill one batch, or its lengths do not fit the buckets.
@@ -139,7 +146,7 @@ class Loader:
         self._cursor = self._batches.following(self._cursor)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as integers: the epoch, the position in it, and hashes of the data and the order.
+        """Return the state to checkpoint as integers: the epoch, the position in it, and hashes of the data and order.
 
         The hash of the data is missing if its content cannot be determined (`plimsoll.data.samples.fingerprint`).
         """
@@ -176,7 +183,7 @@ class Loader:
 
 
 class _Share:
-    """One rank's share of each batch."""
+    """The samples of each batch that one rank reads: every ``world_size``-th sample, starting at sample ``rank``."""
 
     def __init__(self, batches: Batches, rank: int, world_size: int) -> None:
         self._batches, self._rank, self._world_size = batches, rank, world_size

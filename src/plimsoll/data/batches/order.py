@@ -173,7 +173,8 @@ class BlockOrder:
     def _hole(self, epoch: int) -> int:
         """Return the position at which the short block (the last one by index) ends in the order of the epoch.
 
-        A *place* is the position that a sample would have if the short block had full length.
+        In this class, a *place* is the position that a sample would have if the short block had full length. From the
+        returned position on, positions are lower than places by the number of samples that the short block lacks.
         """
         slot = int(self._blocks.positions(epoch, np.array([self._blocks.num_samples - 1]))[0])
         return (slot + 1) * self._block_samples - self._num_missing

@@ -62,7 +62,7 @@ Read = Callable[[Task], dict[str, Any]]
 
 
 class Feed:
-    """A reader of the batches at cursors, in this process or ahead of time in worker processes.
+    """A reader that returns the batch at a cursor. This process reads it, or worker processes read it ahead of time.
 
     Args:
         read: a function that reads the samples of a task and returns their fields. The workers call it, if there are
@@ -106,7 +106,7 @@ class Feed:
         return self._num_workers
 
     def fields(self, cursor: Cursor) -> dict[str, Any]:
-        """Return the batch at a cursor. If cursors are consecutive, the batch is read ahead.
+        """Return the batch at a cursor. Workers then read ahead the batches at the following cursors.
 
         Raises:
             KilledError: if reading crashes the last worker.
@@ -263,6 +263,7 @@ class _Ahead:
 
         Raises:
             RuntimeError: if a worker has died.
+            PlimsollError: if reading the batch failed in the worker.
         """
         cursor, self.cursor = self.cursor, None
         assert cursor is not None

@@ -28,8 +28,8 @@ class Reading:
     """The rules for reading files: the unit of a text, its columns, and the handling of faults.
 
     Attributes:
-        unit: for plain text: the whole file, a line, or a paragraph between blank lines (white space only). In tables
-            every row is a text, and this option is ignored.
+        unit: the extent of a text in plain text files: the whole file, a line, or a paragraph between blank lines
+            (white space only). In tables every row is a text, and this option is ignored.
         text: the column of a table with the texts, or several columns (joined by newlines). ``None``: the column
             ``text``, or the only column of strings. The columns of a csv without a header are called ``1``, ``2``, ...
         label: the column with the classes, or ``None`` if the texts have no classes.
@@ -63,7 +63,11 @@ class Reading:
 
 
 class Layout(NamedTuple):
-    """The layout of a file, as needed to decode it; serializable as JSON. Columns are indices (csv) or names."""
+    """The properties of a file that are needed to decode its texts; serializable as JSON.
+
+    ``columns`` are the columns of the text, and ``label`` is the column of the classes: an index in csv, else a name.
+    ``label`` is ``None`` if the texts have no classes.
+    """
 
     format: str
     unit: Unit = "document"
@@ -93,7 +97,10 @@ class Part(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The reason why the text at byte ``at`` cannot be read, and the remedy. ``line`` counts from the part's start."""
+    """The reason why the text at byte ``at`` of a file cannot be read, and the remedy.
+
+    ``line`` is counted from 0 at the beginning of the scanned part; ``None`` if the line is not known.
+    """
 
     at: int
     why: str

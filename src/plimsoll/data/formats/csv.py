@@ -70,7 +70,10 @@ def look(path: str, reading: Reading) -> tuple[Layout, int]:
 
 
 def _first_rows(head: bytes, begin: int, layout: Layout) -> tuple[tuple[int, list[str]] | None, list[str] | None]:
-    """Return the end offset and fields of the first row, and the fields of the second; ``None`` for a missing row."""
+    """Return the end offset and the fields of the first row, and the fields of the second row.
+
+    A row that is missing is ``None``.
+    """
     rows: list[tuple[int, list[str]]] = []
     borders = [begin, *(_row_ends(head, layout, begin, OPENS) + 1).tolist()]
     for start, end in pairwise([*borders, len(head)]):
@@ -128,7 +131,7 @@ def quoting_after(part: Part) -> int:
 
 
 def quoting_after_line(line: bytes, layout: Layout, quoting: int) -> int:
-    """Return the quoting state after ``line``, which must not include its newline."""
+    """Return the quoting state after a line without its newline; ``quoting`` is the state at its beginning."""
     after = _quotes(np.frombuffer(line, np.uint8), layout, 0, quoting)[1]
     return QUOTED if after == QUOTED else OPENS
 
@@ -254,7 +257,10 @@ def _rows(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]]) -> 
 
 
 def _rows_of(part: Part, raw: bytes, offset: int, spans: list[tuple[int, int]], line: int) -> Iterator[Row | Fault]:
-    """Yield the fields or the fault of each row. Rows are decoded one by one only if one of them is faulty."""
+    """Yield the byte offset, text and label of each row, or its fault.
+
+    Rows are decoded one by one only if one of them is faulty.
+    """
     layout = part.layout
     raws = [raw[begin:end].strip(b"\r\n") for begin, end in spans]
     rows = _faultless(raws, part)

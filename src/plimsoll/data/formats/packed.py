@@ -22,12 +22,12 @@ TEXTS_FILE, ENDS_FILE, CODES_FILE, NAMES_FILE = "texts.packed", "ends.bin", "cod
 
 
 def look(path: str, reading: Reading) -> tuple[Layout, int]:
-    """Return the layout of a store."""
+    """Return the layout of a store, and 0: the first text begins at the first byte of the texts file."""
     return Layout("packed", label=reading.label), 0
 
 
 def scan(part: Part) -> Found:
-    """Return the texts that begin in a part."""
+    """Find the texts that begin in a part; see `plimsoll.data.formats.Format`."""
     folder = Path(part.path).parent
     hasher = xxhash.xxh3_128()
     is_blank = True

@@ -21,12 +21,12 @@ _TAG_AND_END = re.compile(rb"\t[^\n]*\n")
 
 
 def look(path: str, reading: Reading) -> tuple[Layout, int]:
-    """Return the layout of a store."""
+    """Return the layout of a store, and 0: the first text begins at the first byte of the texts file."""
     return Layout("tagged"), 0
 
 
 def scan(part: Part) -> Found:
-    """Return the texts that begin in a part."""
+    """Find the texts that begin in a part; see `plimsoll.data.formats.Format`."""
     return packed.scan(part)
 
 

@@ -133,7 +133,7 @@ def _line_starts(chunk: Chunk, newlines: NDArray[np.int64], first: int) -> NDArr
 
 
 def _inks(chunk: Chunk, newlines: NDArray[np.int64], first: int, is_valid: bool) -> NDArray[np.bool_]:
-    """Return whether each stretch before, between and after the newlines holds more than white space."""
+    """Return, for each stretch of a chunk before, between and after its newlines, whether it has visible characters."""
     raw = chunk.raw[: chunk.num_bytes]
     if not is_valid:
         raw = np.where(raw == 0, np.uint8(255), raw)  # so that faulty bytes belong to a text

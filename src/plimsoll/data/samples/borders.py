@@ -24,7 +24,7 @@ from plimsoll.data.samples import ragged
 
 BorderKind = Literal["sentence", "paragraph"]
 MARKS: dict[BorderKind, int] = {"sentence": 1, "paragraph": 2}
-"""The bits of a mark. A paragraph also begins a sentence, so it sets both bits."""
+"""The bits that mark the first token of a sentence or paragraph. A paragraph also begins a sentence: both are set."""
 
 _TOKENS_PER_PASS = 1 << 20
 _CONTEXT_CHARACTERS = 256  # before and after a piece; borders in longer runs of punctuation and white space are missed
@@ -64,7 +64,11 @@ class Marked(Protocol):
 
 
 class Begin(NamedTuple):
-    """A sentence or paragraph: the index of its first character, the end of the preceding sentence, and its mark."""
+    """The beginning of a sentence or paragraph in a text.
+
+    ``place`` is the index of its first character. ``end_before`` is the index at which the preceding sentence ends
+    (exclusive). ``mark`` holds the bits of `MARKS`.
+    """
 
     place: int
     end_before: int
@@ -121,7 +125,7 @@ def marked_pieces(pieces: Iterable[tuple[str, bool]], with_borders: bool) -> Ite
     Borders are found with the surrounding characters of the same text.
 
     Args:
-        pieces: pairs of a piece and whether it is the last of its text, as from `Corpus.pieces`.
+        pieces: pairs of a piece and a bool, which is true for the last piece of a text, as from `Corpus.pieces`.
         with_borders: whether to find borders.
     """
     before, is_first = "", True
@@ -165,7 +169,7 @@ def marks_of(offsets: Sequence[tuple[int, int]], begins: Sequence[Begin], num_be
 def cut_at_borders(
     store: Marked, kind: BorderKind, room: int, with_end: bool, keeps_empty: bool = False
 ) -> Iterator[tuple[tuple[Ints, Ints], int]]:
-    """Yield the starts and lengths of windows of all texts, and how many of these do not end at a border.
+    """Yield the windows of all texts, some at a time: starts, lengths, and how many do not end at a border.
 
     A window ends at the last border within ``room`` tokens, or after ``room`` tokens if there is no border.
 
@@ -195,10 +199,10 @@ def cut_at_borders(
 def _cuts(
     store: Marked, kind: BorderKind, room: int, with_end: bool, reach: tuple[int, int]
 ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Return the possible edges of windows (C,), the beginnings of texts, and whether each edge is hard.
+    """Return the possible edges of windows (C,), the edges where texts begin or end, and whether each edge is hard.
 
-    All lie in ``reach``, the first token and the last token (exclusive) to inspect. A hard edge is not a border. It is
-    inserted every ``room`` tokens if two borders are farther apart than that.
+    All edges lie in ``reach``, the first token and the last token (exclusive) to inspect. A hard edge is not a border.
+    Hard edges are inserted every ``room`` tokens if two borders are farther apart than that.
     """
     begin, stop = reach
     marked = begin + 1 + np.flatnonzero(store.marks[begin + 1 : stop] & np.uint8(MARKS[kind]))

@@ -64,5 +64,8 @@ def _spread(num_samples: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _former(field: str) -> str:
-    """Return the name of a field in the previous release: the hash in checkpoints was computed with it."""
+    """Return the name that a field had in the previous release.
+
+    Fingerprints are computed from these names, so checkpoints of that release remain valid.
+    """
     return {"slots": "lanes"}.get(field, field)

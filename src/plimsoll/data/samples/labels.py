@@ -24,7 +24,8 @@ def labels_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[tuple
 
     Args:
         corpus: the texts.
-        names: the classes in the order of their indices, if known (the classes of the training texts).
+        names: the classes in the order of their indices, such as the classes of the training texts. ``None``: the
+            classes of ``corpus``, sorted.
 
     Returns:
         the names, and the class indices (number of texts,).
@@ -53,8 +54,9 @@ def names_of_checkpoint(folder: Path) -> tuple[str, ...] | None:
 
 
 def names_to_number_by(corpus: Corpus, model: str | dict[str, Any]) -> tuple[str, ...] | None:
-    """Return the classes of the checkpoint that a job starts from, if they include all classes of the texts.
+    """Return the classes of the checkpoint from which a job starts.
 
+    Return ``None`` if there is no checkpoint with at least two class names, or if it lacks a class of the texts.
     Numbering by these names keeps the meaning of the outputs of a trained classifier.
     """
     own = names_of_checkpoint(Path(model)) if isinstance(model, str) else None
@@ -67,7 +69,7 @@ def labels_from_column(corpus: Corpus, names: Sequence[str] | None = None) -> tu
 
     Args:
         corpus: texts that were opened with ``Reading(label=...)``.
-        names: the classes in the order of their indices, if known.
+        names: the classes in the order of their indices; ``None``: the classes of ``corpus``, sorted.
 
     Returns:
         the names, and the class indices (number of texts,).
@@ -94,7 +96,8 @@ def labels_from_folders(corpus: Corpus, names: Sequence[str] | None = None) -> t
 
     Args:
         corpus: the texts.
-        names: the classes in the order of their indices, if known (the classes of the training texts).
+        names: the classes in the order of their indices, such as the classes of the training texts. ``None``: the
+            names of the folders, sorted.
 
     Returns:
         the names, and the class indices (number of texts,).

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class VarlenLengths(NamedTuple):
-    """Arguments of ``torch.nn.attention.varlen.varlen_attn``: cumulative text lengths (D + 1,), maximum length."""
+    """Arguments of ``torch.nn.attention.varlen.varlen_attn`` for the texts of all rows.
+
+    ``cumulative_D`` (D + 1,) holds the cumulative lengths of the texts, from 0. ``longest`` is the maximum length.
+    """
 
     cumulative_D: Tensor
     longest: int

@@ -33,8 +33,8 @@ class Texts(NamedTuple):
         job: the job.
         lengths: the number of tokens of each text, without special tokens.
         scale: the number of texts of the corpus per text in ``lengths``.
-        num_bytes: the size of each text in its file, in bytes.
-        at_borders: the number of tokens of each window, if the job cuts texts at sentences or paragraphs.
+        num_bytes: the size of each text in its file, in bytes; ``None`` unless texts are tokenized on demand.
+        at_borders: the number of tokens of each window; ``None`` unless the job cuts texts at sentences or paragraphs.
         template: the special tokens around each text, or each window.
     """
 
@@ -132,7 +132,10 @@ class Texts(NamedTuple):
         return round(int(np.maximum(self.whole - self.job.sequence_length, 0).sum()) * self.scale)
 
     def _ways(self) -> Iterator[_Way]:
-        """Yield texts as separate samples: whole if no text is too long; otherwise first cut, then truncated."""
+        """Yield the ways to make samples that each belong to one text.
+
+        If no text is longer than a sample, this is whole texts. Otherwise it is windows, then truncated texts.
+        """
         data, longest = self.job.data, self.job.sequence_length
         truncated = np.minimum(self.whole, longest)
         num_bytes = self.num_bytes if data.on_the_fly else None
@@ -157,7 +160,10 @@ class Texts(NamedTuple):
         return np.concatenate([lengths_N for _, _, lengths_N in windows]) + around
 
     def _padded(self, name: str, way: _Way, num_rows: int | None = None) -> Filling:
-        """Return the record for rows that are all padded to ``sequence_length``; by default, a sample is one row."""
+        """Return the record for rows that are all padded to ``sequence_length``.
+
+        ``num_rows`` is the number of rows; ``None``: one row per sample.
+        """
         longest, size = self.job.sequence_length, self.job.batch_size
         full = int(way.lengths.sum()) / ((num_rows or len(way.lengths)) * longest)
         return Filling(
@@ -171,7 +177,7 @@ class Texts(NamedTuple):
         )
 
     def _planned(self, way: _Way, order: str, batches: int | Buckets) -> Filling:
-        """Return the record for the batches of an epoch, with their padding."""
+        """Return the record for the batches of one epoch, in which samples are in the order that ``order`` names."""
         samples = _Samples(way, self.job.sequence_length)
         num_batches, num_elements = 0, 0
         for ids in _epoch(batches_of(samples, batches, self.job.seed, self._shuffle(order))):
@@ -197,7 +203,10 @@ class Texts(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """Samples, given by their numbers of tokens, and by the bytes of their texts if batches are made by bytes."""
+    """A way to make samples: the number of tokens of each sample, and the number of tokens lost by truncation.
+
+    ``num_bytes`` is the size of the text of each sample, if batches are formed by size. ``None``: by tokens.
+    """
 
     name: str
     lengths: Ints

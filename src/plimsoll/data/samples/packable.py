@@ -31,7 +31,8 @@ def packing_fault(model: nn.Module, mask: Literal["causal", "bidirectional"] | N
 
     Args:
         model: a model with the call signature of transformers. Its training mode is restored.
-        mask: the ``attention_mask`` that `plimsoll.data.samples.packing.PackedDataset` will add, or ``None``.
+        mask: the ``attention_mask`` that `plimsoll.data.samples.packing.PackedDataset` will add. ``None``: no mask is
+            added, so the model must separate the texts by ``position_ids``.
     """
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -69,7 +70,10 @@ def packing_fault(model: nn.Module, mask: Literal["causal", "bidirectional"] | N
 
 
 def _rows(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return token ids and positions (B, T) of two rows of two texts. Every vocabulary has these small ids."""
+    """Return the token ids and the positions, each (B, T), of two rows that each pack two texts.
+
+    The ids are so small that they exist in every vocabulary.
+    """
     places_T = torch.arange(_ROW_TOKENS, device=device)
     firsts_B = torch.tensor(_FIRST_LENGTHS, device=device)[:, None]
     return 3 + (places_T + firsts_B) * 3 % 7, torch.where(places_T < firsts_B, places_T, places_T - firsts_B)

@@ -196,7 +196,10 @@ def num_packed_rows(lengths_M: Ints, row_tokens: int) -> int:
 
 
 def _row_kinds(nums: Ints, row_tokens: int) -> Iterator[tuple[_Pattern, int]]:
-    """Yield kinds of rows (span lengths) and the number of rows of each, from the number of spans of each length."""
+    """Yield the kinds of rows, each given by the lengths of its spans, and the number of rows of each kind.
+
+    ``nums[n]`` is the number of spans of length ``n``.
+    """
     by_room: dict[int, list[tuple[_Pattern, int]]] = {}  # rows by their number of free tokens
     rooms = 0  # the keys of `by_room` as bits: bit 5 is set if a row has 5 free tokens
     for length in np.flatnonzero(nums)[::-1].tolist():
@@ -220,6 +223,9 @@ def _row_kinds(nums: Ints, row_tokens: int) -> Iterator[tuple[_Pattern, int]]:
 
 
 def _least_room(rooms: int, length: int) -> int:
-    """Return the index of the lowest bit of ``rooms`` that is set and not below ``length``, or 0."""
+    """Return the least free space of a started row that fits a span of ``length`` tokens, or 0 if no row fits it.
+
+    Bit ``n`` of ``rooms`` is set if a row has ``n`` free tokens.
+    """
     enough = rooms >> length
     return length + (enough & -enough).bit_length() - 1 if enough else 0

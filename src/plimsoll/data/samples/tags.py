@@ -39,7 +39,8 @@ def tags_of(corpus: Corpus, names: Sequence[str] | None = None) -> tuple[str, ..
 
     Args:
         corpus: texts that were opened with ``Reading(is_tagged=True)``.
-        names: the tags, if known (the tags of the training texts). They are then checked and returned.
+        names: the known tags, such as the tags of the training texts. They are checked and returned. ``None``: the
+            tags are collected from ``corpus``.
 
     Raises:
         DataError: if there are fewer than 2 tags, or a tag of the texts is not in ``names``.
@@ -93,7 +94,10 @@ class Words(NamedTuple):
 
 
 def tagged_words(corpus: Corpus, first_text: int = 0) -> Iterator[Words]:
-    """Yield the words of texts in order, in parts of at most `_PIECE_WORDS` words. The parts do not affect tokens."""
+    """Yield the words of texts in order, at most `_PIECE_WORDS` at a time.
+
+    Splitting a text in this way does not change its tokens, because each word is tokenized by itself.
+    """
     numbers = {name: number for number, name in enumerate(corpus.tag_counts)} | {NO_TAG: NO_LABEL}
     for text in corpus.tagged(first_text):
         words, names = words_and_tags(text)

@@ -37,7 +37,8 @@ _SAMPLES_PER_PASS = 1 << 20
 class TeacherRows(NamedTuple):
     """The teacher's rows of all samples. The rows of sample n end at ``ends[n]``.
 
-    ``words`` are the kept tokens, or ``None`` if all labels are kept; ``log_p`` are the log-probabilities.
+    ``words`` holds the ids of the kept tokens or labels of each row, or ``None`` if all labels are kept.
+    ``log_p`` holds their log-probabilities.
     """
 
     ends: NDArray[np.int64]
@@ -50,7 +51,10 @@ class TeacherRows(NamedTuple):
 
 
 def ends_of(samples: Samples | Subset, is_by_token: bool) -> NDArray[np.int64]:
-    """Return the end of the rows of each sample, with one row per token (``is_by_token``) or one row per sample."""
+    """Return, for each sample, the index after its last row in the files.
+
+    A sample has one row per token if ``is_by_token``, else one row.
+    """
     if not is_by_token:
         return np.arange(1, len(samples) + 1)
     return np.cumsum(np.concatenate(list(_lengths(samples))), dtype=np.int64)

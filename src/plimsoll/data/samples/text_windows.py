@@ -161,7 +161,7 @@ def cut_texts(
         stride: the number of tokens from the beginning of a window to the next beginning, from 1 to the maximum number
             of text tokens of a span (the default).
         borders: the kind of border at which windows end. A window ends at the last border that fits, or where the span
-            is full if no border fits. The store must have been made with ``borders``.
+            is full if no border fits. The store must have been made with ``borders``. ``None``: windows end anywhere.
         with_end: whether the spans of a text include its end token, so that language models learn where a text ends.
         template: the special tokens around each span.
         keeps_end: whether truncation drops the beginning of a text instead of its end.

@@ -72,7 +72,10 @@ class Blocks:
         return number * self._per_block, min((number + 1) * self._per_block, len(self._corpus))
 
     def _read(self, number: int, text: int) -> Runs:
-        """Return the bytes of a block, and cache them. If the block is too large to cache, return only ``text``."""
+        """Return the bytes of a block, and cache them.
+
+        If the block is too large to cache, return only the bytes of ``text``.
+        """
         first, last = self._range(number)
         if self._corpus.byte_lengths(np.arange(first, last)).sum() > self.cache_bytes // 2:
             return _listed(self._corpus.raw_runs(text, text + 1))

@@ -52,8 +52,9 @@ _LINES_FILE = "data.jsonl"
 
 
 class PlainFile(NamedTuple):
-    """A file that can be indexed; ``name`` is the user's name for it, ``path`` the path of its bytes.
+    """A file that can be indexed. ``name`` is the user's name for it, and ``path`` is the path of its bytes.
 
+    ``is_named``: the user gave this very file. Unless faulty texts are skipped, a fault in it is then an error.
     For a converted file, ``skipped`` lists the first 100 rows that were left out, and ``num_skipped`` counts all.
     ``tags`` holds each tag of its words with its count.
     """
@@ -191,7 +192,10 @@ class _Converting:
     def _made(
         self, kind: str, source: SourceFile, name: str, write: Callable[[Path], Facts], asked: tuple[Any, ...] = ()
     ) -> SourceFile:
-        """Return the file ``name`` converted from ``source`` by ``write``, from the cache or written now."""
+        """Return the file ``name`` that ``write`` converts from ``source``, from the cache or written now.
+
+        ``kind`` and ``asked``, the settings that affect the conversion, are part of the cache key.
+        """
         folder = self._cache / f"{kind}-{_hash([*_states(source), *asked])}"
         stored(folder, write)
         return _source(folder / name, source.named)

@@ -37,11 +37,14 @@ _WHITE = {"line": b"\r\n", "paragraph": bytes(range(33)), "document": b"\r\n"}
 
 
 class FileFault(Exception):
-    """A file found in a folder or by a pattern, and read as plain text, is not text; the file is left out."""
+    """A plain text file that was found in a folder or by a pattern has a fault, and is left out of the index."""
 
 
 class Source(NamedTuple):
-    """A file to index: its name for messages, whether a fault leaves it out as a whole, its layout and its size."""
+    """A file to index: its name for messages, its layout and its size.
+
+    ``is_optional``: unless faulty texts are skipped, a fault leaves the whole file out of the index without an error.
+    """
 
     name: str
     is_optional: bool  # if it is not text, it is left out without an error
@@ -160,7 +163,10 @@ class Rows:
         )
 
     def _check_lengths(self, path: str, starts: NDArray[np.int64], dropped: NDArray[np.bool_]) -> dict[int, int]:
-        """Drop texts that are too long. Return the ends of texts before more than 1 MiB of blank lines."""
+        """Mark texts that are too long as dropped.
+
+        Return the end of each text that is followed by more than 1 MiB of blank lines, by the index of the text.
+        """
         ends: dict[int, int] = {}
         if self._source.layout.format in _CONVERTED or self._is_document():
             return ends

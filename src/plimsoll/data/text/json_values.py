@@ -39,7 +39,10 @@ def are_lines(head: bytes) -> bool:
 
 
 class Field(NamedTuple):
-    """A field: its value in words; if the value is a list, its number of objects, and the field names of the first."""
+    """A field of a JSON object. ``kind`` is the type of its value in words.
+
+    If the value is a list, ``num_objects`` is its number of objects, and ``names`` are the fields of the first object.
+    """
 
     kind: str
     is_nested: bool  # it is a list or an object
@@ -212,7 +215,9 @@ class _Reading:
 
 
 def field_of_rows(chunks: Iterator[bytes], reading: Reading) -> str | None:
-    """Return the field with the rows of a file's single object; ``None`` if the object is a row, or not the only one.
+    """Return the name of the field that holds the rows of a file with a single object.
+
+    Return ``None`` if this object is a row itself, or if the file does not consist of a single object.
 
     Args:
         chunks: the bytes of the file.
@@ -254,7 +259,10 @@ def _ambiguous(fields: dict[str, Field], lists: list[str], is_row: bool) -> str:
 
 
 def _require_row(fields: dict[str, Field], reading: Reading, is_row: bool) -> None:
-    """Raise if the fields of an object are columns, or if its text would have to be guessed."""
+    """Raise if an object holds columns instead of rows, or if it is unclear which field is its text.
+
+    ``is_row``: the object has the fields of a row.
+    """
     columns = [name for name in reading.columns or ("text",) if is_row and fields[name].is_nested]
     nested = [name for name, field in fields.items() if field.is_nested]
     if columns:

@@ -56,7 +56,10 @@ def most_distinct_bytes(vocab_size: int) -> int:
 
 
 def peak_bytes(num_distinct_bytes: int) -> int:
-    """Return an upper bound of the bytes that training on distinct words of this size takes besides the words."""
+    """Return an upper bound of the memory that training needs in addition to the distinct words, in bytes.
+
+    ``num_distinct_bytes`` is the size of the distinct words.
+    """
     return _BYTES_PER_DISTINCT_BYTE * num_distinct_bytes
 
 

@@ -54,7 +54,7 @@ class Loaded(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A given tokenizer: the tokens by role (such as ``eos_token``), its truncation side, and its files."""
+    """An existing tokenizer: its special tokens by role (such as ``eos_token``), its truncation side, and its files."""
 
     backend: tokenizers.Tokenizer
     roles: dict[str, str]
@@ -149,7 +149,10 @@ def _from_file(file: Path) -> _Found:
 
 
 def _names_in_template(backend: tokenizers.Tokenizer) -> dict[str, str | None]:
-    """Infer the roles of special tokens from their positions around a text; the tokenizer names the unknown token."""
+    """Infer the roles of special tokens, by role name, from their positions around a text.
+
+    The unknown token is taken from the settings of the tokenizer. A role without a token is ``None``.
+    """
     template, model = template_of(backend), json.loads(backend.to_str())["model"]
     unknown = model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
     return {

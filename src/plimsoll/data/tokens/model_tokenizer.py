@@ -63,7 +63,7 @@ class ModelTokenizer:
 
     @property
     def padding_id(self) -> int | None:
-        """The padding token id; if the tokenizer has none, its end token id or ``None``."""
+        """The id of the padding token, or of the end token if there is no padding token; ``None`` without either."""
         own = self._tokenizer.pad_token_id
         return cast("int | None", self._tokenizer.eos_token_id if own is None else own)
 

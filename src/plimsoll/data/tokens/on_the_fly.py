@@ -172,7 +172,7 @@ class TextDataset(Samples):
 
 
 def bytes_that_sort(num_bytes: NDArray[np.int64], sequence_length: int) -> NDArray[np.int64]:
-    """Return sort keys in bytes for batching texts of similar length whose tokens are not counted."""
+    """Return the sizes of texts in bytes, with an upper limit, as keys to sort texts by length before tokenization."""
     return np.minimum(num_bytes, _MOST_TOKEN_BYTES * sequence_length)
 
 

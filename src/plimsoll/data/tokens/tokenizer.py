@@ -63,7 +63,8 @@ class Tokenizer:
     """A tokenizer, its folder in the cache, and its end-of-text token.
 
     ``template`` holds the special tokens around a text. ``keeps_end``: texts are truncated at the beginning, not at the
-    end. ``is_given``: it was loaded, not trained here.
+    end. ``is_given``: the tokenizer was loaded, not trained here. ``mask_token``, ``unknown_token`` and ``pad_token``
+    are ``None`` if the tokenizer has no such token.
     """
 
     backend: tokenizers.Tokenizer

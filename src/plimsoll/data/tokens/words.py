@@ -156,7 +156,7 @@ def _counted_chunks(texts: Iterator[str], most_chunks: int) -> Iterator[Counter[
 
 
 def _nth_count(words: Counter[str], rank: int) -> int:
-    """Return the smallest count that at most ``rank`` words exceed."""
+    """Return the count of the word at index ``rank`` (from 0) if words are sorted by falling count."""
     counts = np.fromiter(words.values(), np.int64, len(words))
     place = len(counts) - 1 - rank
     return int(np.partition(counts, place)[place])

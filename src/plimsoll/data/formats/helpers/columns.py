@@ -78,7 +78,10 @@ Row = tuple[int, str, Any]  # the byte offset, text and label of a row
 
 
 def found_rows(part: Part, digest: bytes, num_lines: int, rows: Iterable[Row | Fault]) -> Found:
-    """Combine the rows of a part of a table. Rows with an empty text, and faults, are marked as empty."""
+    """Return the result of scanning a part of a table, given its rows and faults.
+
+    Faults and rows with an empty text are marked as empty texts. ``digest`` is the hash of the bytes of the part.
+    """
     starts, faults, codes, are_empty = [], [], [], []
     numbers: dict[Any, int] = {}
     for row in rows:

@@ -17,7 +17,10 @@ HEAD_BYTES = 1 << 20  # the first rows of a file must lie in this many bytes
 
 
 def read_rows(part: Part, is_whole: Callable[[bytes], bool]) -> tuple[bytes, int, bytes]:
-    """Read a file from the byte before a part until ``is_whole(raw)`` holds or the longest allowed row is exceeded.
+    """Read a part, from the byte before it to the end of the last row that begins in it.
+
+    The read ends when ``is_whole(raw)`` is true for the bytes read, at the end of the file, or when the longest allowed
+    row is exceeded.
 
     Returns:
         The bytes, their offset in the file, and the digest of the bytes of the part.

@@ -235,7 +235,10 @@ def faults_of(chunk: Chunk, first_line: int) -> Iterator[Fault]:
 
 
 def fault_in(raw: bytes, offset: int) -> Fault | None:
-    """Return the fault of the first byte that is NUL or not UTF-8, if any. ``raw`` begins at ``offset`` in its file."""
+    """Return the fault of the first byte that is NUL or not UTF-8; ``None`` if all bytes are valid.
+
+    ``raw`` begins at ``offset`` in its file.
+    """
     at_null = raw.find(0)
     try:
         codecs.utf_8_decode(raw if at_null < 0 else raw[:at_null], "strict", True)
