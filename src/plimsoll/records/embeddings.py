@@ -30,8 +30,8 @@ class VectorFile(Record):
     """The content of a file of word vectors that was read completely.
 
     ``num_words`` counts distinct words with a valid vector. ``num_entries`` counts all entries, including duplicates
-    and faulty entries. ``num_promised`` is the number of entries according to the header. ``norms`` are the minimum,
-    median and maximum norm of the vectors.
+    and faulty entries. ``num_promised`` is the number of entries according to the header; ``None`` without such a
+    header. ``norms`` are the minimum, median and maximum norm of the vectors; ``None`` without valid vectors.
     """
 
     record_kind: ClassVar[str] = "vector-file"

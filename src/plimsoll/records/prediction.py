@@ -35,7 +35,7 @@ class Moment(Frozen):
 
 
 class Holding(Frozen):
-    """A group of similar allocations that are alive at the peak, and the moment when the first was made.
+    """A group of similar allocations that are alive at the peak, and the moment when the first of them was made.
 
     The allocations have the same category, shape, source line and module. Numbers in the name of the module may differ
     and are shown as ``*``. ``num_bytes`` is the total of all ``count`` allocations. ``name`` is empty if the
@@ -94,8 +94,8 @@ class Exchange(Frozen):
 
     All sizes are sizes of whole tensors. ``gathered_bytes`` are parameters after gathering. ``scattered_bytes`` are
     gradients before each rank keeps only its rows. ``added_up_bytes`` are gradients that every rank keeps whole. The
-    largest tensor of each kind exists whole at one moment, as part of the peak. ``kept`` is the additional memory that
-    the communication library holds.
+    largest gathered, scattered and added-up tensors each exist whole at some moment, which the peak includes. ``kept``
+    is the additional memory that the communication library holds.
     """
 
     num_ranks: int
