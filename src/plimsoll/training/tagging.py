@@ -30,7 +30,11 @@ _BEGINS, _ENDS = {"B", "S"}, {"E", "S"}
 
 
 class _Window(NamedTuple):
-    """The numbers of the correct and the predicted tags of the words that count in one window, (words,) int64."""
+    """The tags of the words that are counted in one window.
+
+    ``number`` is the number of the window in the data set. ``right`` and ``predicted`` are the numbers of the correct
+    and the predicted tags, (words,) int64.
+    """
 
     number: int
     right: NDArray[np.int64]
