@@ -93,7 +93,8 @@ class ForkServer:
     def fork(self, arguments: Sequence[str], variables: Mapping[str, str]) -> ForkedProcess | None:
         """Wait until the server has finished its imports, and return a forked process.
 
-        ``None`` if the server cannot fork. Forking works on Linux only; elsewhere, the caller starts a fresh process.
+        Return ``None`` if the server cannot fork, as on all systems except Linux. The caller must then start a fresh
+        process.
 
         Args:
             arguments: the command line of the new process, without the program.

@@ -16,7 +16,7 @@ _PLACES: tuple[Place, ...] = ("device", "host", "disk")
 
 
 def verdict(plan: InferencePlan) -> str:
-    """Return the verdict in one or two words."""
+    """Return in one or two words whether the inference plan fits its limit."""
     if not plan.fits:
         return "impossible"
     return "fits" if plan.peak.high_bytes <= plan.limit_bytes else "probably fits"

@@ -27,7 +27,7 @@ _BY_NUMBERS = "#Peak", "#Step time"
 
 
 def verdict(plan: Plan) -> str:
-    """Return the verdict in one or two words: "probably fits" if the limit lies within the range of the peak."""
+    """Return in one or two words whether a plan fits: "probably fits" if the limit is in the range of the peak."""
     if not plan.fits:
         return "impossible"
     peak = plan.fallbacks[0].peak if plan.fallbacks else None

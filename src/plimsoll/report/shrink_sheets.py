@@ -45,7 +45,10 @@ def _trainings(original: Small, best: Small) -> str:
 
 
 def _slowness(small: Small) -> str:
-    """Return a warning if inference is slow on this machine, because the search compares only size and quality."""
+    """Return a warning if inference is much slower than with the original model; "" otherwise.
+
+    The search compares only size and quality, so it may choose a slow model.
+    """
     if small.inference is None or small.inference.speed >= _SLOW_SPEED:
         return ""
     return (
