@@ -206,8 +206,11 @@ class Tried(Frozen):
 
     ``predicted_seconds`` is the step time without corrections from earlier runs. ``measured_seconds`` is the step time
     estimated from the passes of the trial. ``peak_bytes`` is the peak of these passes. Numbers that are not known are
-    ``None``. Outcome ``struck``: not run, because memory ran out in another candidate that needs less. Outcome ``too
-    near``: the peak is so near the limit that a long run may exceed it.
+    ``None``. ``why`` explains the outcome. Three outcomes need a definition:
+
+    - ``struck``: not run, because memory ran out in another candidate that needs less.
+    - ``too near``: the peak is so near the limit that a long run may exceed it.
+    - ``not tried``: the time limit of the trial was reached before.
     """
 
     choices: tuple[Choice, ...]

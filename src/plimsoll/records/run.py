@@ -27,6 +27,10 @@ _FORMER_NAMES = {"rung": "fallback", "next_rung": "next_fallback"}
 class OomEvent(FormerNames):
     """An out-of-memory error: the phase that was running, the request, the memory in use, and the reaction.
 
+    ``family`` is the kind of the error, such as the allocator that raised it. ``micro_batch`` and ``fallback`` were in
+    use when memory ran out; ``next_micro_batch`` and ``next_fallback`` are for the retry. ``action`` describes the
+    reaction. ``survived`` is false if the error ended the run.
+
     ``step`` counts from 1. For an error in an evaluation or a checkpoint, it is the last completed step. Fallbacks are
     numbered from 0 as in the plan; they are ``None`` in an evaluation. With several ranks, ``rank`` is the lowest rank
     that ran out of memory, and ``num_other_ranks`` counts the other ranks that also ran out of memory.
