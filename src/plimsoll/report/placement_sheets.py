@@ -76,7 +76,10 @@ def _reading_sentence(plan: InferencePlan) -> str:
 
 
 def key_numbers(plan: InferencePlan) -> tuple[tuple[str, str], ...]:
-    """Return the key numbers of an inference plan as pairs of label and value. The number of pairs is even."""
+    """Return the key numbers of an inference plan as pairs of label and value.
+
+    The number of pairs is even, because reports show two pairs per row.
+    """
     return (
         ("Task", plan.task),
         ("Type", plan.dtype),

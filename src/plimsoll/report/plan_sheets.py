@@ -241,7 +241,10 @@ def budget_sentence(budget: Budget) -> str:
 
 
 def key_numbers(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Return the key numbers of a plan as pairs of label and value. The number of pairs is even."""
+    """Return the key numbers of a plan as pairs of label and value.
+
+    The number of pairs is even, because reports show two pairs per row.
+    """
     prediction = plan.prediction
     if prediction is None:
         return ()

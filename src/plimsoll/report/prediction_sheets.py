@@ -146,7 +146,10 @@ def known_how_sentence(prediction: Prediction) -> str:
 
 
 def key_numbers(prediction: Prediction) -> tuple[tuple[str, str], ...]:
-    """Return the key numbers of a prediction as pairs of label and value. The number of pairs is even."""
+    """Return the key numbers of a prediction as pairs of label and value.
+
+    The number of pairs is even, because reports show two pairs per row.
+    """
     return (
         ("Micro-batch", _count(prediction.micro_batch)),
         ("Sequence length", _count(prediction.sequence_length)),

@@ -517,7 +517,10 @@ def _survive(training: Training, phase: Phase, work: Callable[[], T], *, is_coll
 
 
 def _finish(training: Training) -> None:
-    """Free the optimizer states, run the last evaluation and save the model."""
+    """Finish the run after its last step: free the optimizer states, evaluate and save the model.
+
+    The evaluation is left out if the last step was already followed by one.
+    """
     training.step.drop_optimizer_states()
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training, is_saved=True)
