@@ -121,7 +121,8 @@ class SubsetFacts(Record):
 class CompressionFacts(Record):
     """Compressed word vectors, and the cosine between each row before and after compression.
 
-    99 % of the rows have a cosine of at least ``low_cosine``. Rows of zeros do not count.
+    99 % of the rows have a cosine of at least ``low_cosine``; ``least_cosine`` is the minimum. Rows of zeros do not
+    count.
     """
 
     record_kind: ClassVar[str] = "embedding-compression"

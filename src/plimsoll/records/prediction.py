@@ -113,8 +113,9 @@ class Prediction(Record):
 
     ``peak`` counts the same memory as ``limit_bytes``: on CUDA all memory of the process on the device (context,
     reserved segments), on the CPU its private memory. ``fits`` compares the likely value; ``verdict`` also considers
-    the range. ``micro_batch``, ``sequence_length`` and ``batch_size`` are ``None`` if a training function of the user
-    decides them.
+    the range. ``runs_out_at`` is the moment when the allocator cannot serve a request; ``None`` if it serves all.
+    ``parts`` are the bytes at the peak by category, and ``largest`` the largest allocations. ``micro_batch``,
+    ``sequence_length`` and ``batch_size`` are ``None`` if a training function of the user decides them.
     """
 
     record_kind: ClassVar[str] = "prediction"
@@ -153,7 +154,7 @@ class Prediction(Record):
 
     @property
     def verdict(self) -> Literal["fits", "probably fits", "probably does not fit", "does not fit"]:
-        """The result in words, with "probably" if the limit lies within the range."""
+        """Whether the run fits the limit, in words, with "probably" if the limit lies within the range of the peak."""
         if self.fits:
             return "fits" if self.peak.high_bytes <= self.limit_bytes else "probably fits"
         return "does not fit" if self.peak.low_bytes > self.limit_bytes else "probably does not fit"

@@ -10,7 +10,7 @@ from plimsoll.records.run import GradientReach
 
 
 class PreparedText(Frozen):
-    """Texts whose stores have been written and can be opened. A folder is ``None`` if its store is not needed.
+    """The prepared texts of a training or validation set. A folder is ``None`` if the job does not need its store.
 
     ``skipped`` lists the first 100 files and rows that were left out, with reasons. ``num_long_texts`` texts are longer
     than a sample. ``num_truncated`` of these texts lost ``num_dropped_tokens`` tokens in total, which no epoch uses.

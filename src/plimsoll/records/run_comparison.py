@@ -30,6 +30,7 @@ class Place(Frozen):
 class RunSide(Frozen):
     """One run of a comparison.
 
+    ``choices`` are the techniques of the plan, and ``last_choices`` the techniques in use at the end of the run.
     ``steps``, ``losses`` and ``peaks_bytes`` are columns with a row for each completed step. ``step_seconds`` and
     ``units_per_second`` leave out the first step (warm-up) if more steps have completed. ``parts`` and ``places``
     describe the peak that the plan predicts for its first configuration. ``parts`` has all bytes by category.
