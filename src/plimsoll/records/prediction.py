@@ -154,7 +154,7 @@ class Prediction(Record):
 
     @property
     def verdict(self) -> Literal["fits", "probably fits", "probably does not fit", "does not fit"]:
-        """Whether the run fits the limit, in words, with "probably" if the limit lies within the range of the peak."""
+        """The verdict on whether the run fits, with "probably" if the limit lies within the range of the peak."""
         if self.fits:
             return "fits" if self.peak.high_bytes <= self.limit_bytes else "probably fits"
         return "does not fit" if self.peak.low_bytes > self.limit_bytes else "probably does not fit"

@@ -271,8 +271,8 @@ class Small(Frozen):
 
     ``chain`` lists the methods in the order in which they were applied; it is empty for the original. ``quality`` is
     measured before recovery training, and ``recovered`` after ``recovery_steps`` steps of recovery training. The
-    original is trained for as many steps, for comparison. ``rejected`` is the reason why the model does not satisfy the
-    request.
+    original may also have been trained for as many steps, for comparison. ``rejected`` is the reason why the model does
+    not satisfy the request.
     """
 
     chain: tuple[Choice, ...] = ()

@@ -35,7 +35,7 @@ def headline(record: ShrinkRecord) -> str:
 
 
 def _trainings(original: Small, best: Small) -> str:
-    """Return a clause on the retraining of the chosen model and the original; "" if the chosen model has none."""
+    """Return a clause on the recovery training of the chosen model and the original; "" if the chosen had none."""
     if best.recovered is None:
         return ""
     steps = f"{best.recovery_steps:,} more steps"

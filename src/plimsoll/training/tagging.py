@@ -46,7 +46,7 @@ class TagScores(Answers):
 
     Args:
         model: a model that returns ``logits``, (B, T, L).
-        position: contains the numbers, within the batch, of the samples that the model is evaluating.
+        position: holds the indices, in the batch, of the samples that the model is evaluating.
         names: names of the tags, by number.
         windows: maps samples to texts; ``None`` if each sample is a text.
         ranks: processes that share each batch; each of them counts all samples.
