@@ -78,7 +78,7 @@ def _phase_text(moment: Moment) -> str:
 
 
 def short_path(line: str) -> str:
-    """Shorten a ``file:line`` by removing folders from the left. The file name and the line always stay."""
+    """Shorten a long ``file:line`` by removing folders from the left. The file name and the line number always stay."""
     if len(line) <= _MOST_PATH_CHARACTERS:
         return line
     folders = line.replace("\\", "/").split("/")
@@ -118,7 +118,7 @@ def known_how(estimate: Estimate) -> str:
 
 
 def exchange_sentences(prediction: Prediction) -> tuple[str, ...]:
-    """Return sentences on the communication of each rank and its memory; empty for a single process."""
+    """Return sentences on the data that each rank exchanges and the memory for it; empty for a single process."""
     exchange = prediction.exchange
     if exchange is None:
         return ()

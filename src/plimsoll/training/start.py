@@ -323,7 +323,10 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
 
 
 def _is_finished(directory: RunDirectory, job: Job, before: Job) -> bool:
-    """Return whether the run is finished and only the budget was changed. The training process checks other changes."""
+    """Return whether the run is finished, and the job has not changed since, except for its budget.
+
+    The training process checks other changes.
+    """
     end = next(reversed(directory.lines()), None)
     if not isinstance(end, EndLine) or end.status != "finished" or end.step < job.steps:
         return False
@@ -344,7 +347,13 @@ def _write(directory: RunDirectory, job: Job) -> None:
 
 
 def _plan_again(directory: RunDirectory, job: Job, before: Job, from_where: tuple[str, ...], quiet: bool) -> int:
-    """Keep the plan of a resumed run, or plan again with the same constraints if the budget or the code has changed."""
+    """Keep the plan of a resumed run if it is still valid, otherwise plan again with the same constraints.
+
+    A plan may become invalid if the budget, the number of ranks or the code has changed.
+
+    Returns:
+        0, or the exit code of the planning process.
+    """
     try:
         plan, is_same = Plan.load(directory.plan), (job.budget, job.ranks) == (before.budget, before.ranks)
     except RecordError:
