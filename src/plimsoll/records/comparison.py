@@ -66,7 +66,7 @@ class Difference(Frozen):
 
 
 class Group(Frozen):
-    """Bytes of one category that one op of one module has allocated and that are alive at the peak of each trace."""
+    """The live bytes of one category that one op of one module has allocated, at the peak of each trace."""
 
     op: str
     module: str

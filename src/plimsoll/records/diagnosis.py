@@ -38,7 +38,7 @@ class MemoryGrowth(Frozen):
 
 
 class Fact(Frozen):
-    """A piece of evidence and its source."""
+    """A sentence of evidence, and how it is known (measured, counted, predicted or assumed)."""
 
     text: str
     known: KnownHow

@@ -23,7 +23,10 @@ _MOST_LARGEST = 10
 
 @dataclass(frozen=True)
 class Grid:
-    """The what-ifs as a table: a row per micro-batch and a cell per sequence length, ``None`` if not predicted."""
+    """The what-if predictions as a table: a row per micro-batch and a cell per sequence length.
+
+    A cell is ``None`` if its peak was not predicted.
+    """
 
     sequence_lengths: tuple[int, ...]
     rows: tuple[tuple[int, tuple[WhatIf | None, ...]], ...]
