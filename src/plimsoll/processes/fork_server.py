@@ -178,7 +178,8 @@ def make_light() -> None:
 def next_fork(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork a process for each request. In the fork, return the request and its file descriptors.
 
-    Requests arrive on the socket ``asking``. The call never returns in this process, which exits when its client closes the socket.
+    Requests arrive on the socket ``asking``. The call never returns in this process, which exits when its client closes
+    the socket.
     """
     while True:
         text, files, _, _ = socket.recv_fds(asking, _MOST_BYTES, _MOST_FILES)
