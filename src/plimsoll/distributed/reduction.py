@@ -85,7 +85,10 @@ class Reduction:
 
     @property
     def has_gaps(self) -> bool:
-        """True if some rank lacks a gradient, so that `fill` must be called before `add_up`; equal on all ranks."""
+        """True if some rank lacks a gradient that another rank has, so that `fill` must be called before `add_up`.
+
+        The value is equal on all ranks.
+        """
         return bool(self._lacking)
 
     def fill(self) -> None:

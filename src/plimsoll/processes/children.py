@@ -118,7 +118,7 @@ def begin_worker() -> None:
 
 
 def begin_supervised() -> None:
-    """Make the kernel send SIGTERM to this process when its supervisor dies. Send it now if that has happened."""
+    """Make the kernel send SIGTERM to this process when its supervisor dies, or now if it is already dead."""
     if parent_that_watches() is None:
         return
     if sys.platform.startswith("linux"):
@@ -128,7 +128,7 @@ def begin_supervised() -> None:
 
 
 def parent_that_watches() -> int | None:
-    """Return the process ID of the supervisor at the start of this process, or ``None`` if there is no supervisor."""
+    """Return the process ID of the supervisor that started this process; ``None`` if no supervisor started it."""
     if is_rank():  # the parent of a rank is its supervisor: torchrun, or a script that it runs
         return int(os.environ.get(LAUNCHER, os.getppid()))
     return int(os.environ[SUPERVISOR]) if SUPERVISOR in os.environ else None

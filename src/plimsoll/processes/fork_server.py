@@ -93,7 +93,8 @@ class ForkServer:
     def fork(self, arguments: Sequence[str], variables: Mapping[str, str]) -> ForkedProcess | None:
         """Wait until the server has finished its imports, and return a forked process.
 
-        ``None`` if the server cannot fork. Forking works on Linux only; elsewhere, the caller starts a fresh process.
+        Return ``None`` if the server cannot fork, as on all systems except Linux. The caller must then start a fresh
+        process.
 
         Args:
             arguments: the command line of the new process, without the program.
@@ -177,7 +178,8 @@ def make_light() -> None:
 def next_fork(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork a process for each request. In the fork, return the request and its file descriptors.
 
-    The call never returns in this process, which exits when its client closes the socket.
+    Requests arrive on the socket ``asking``. The call never returns in this process, which exits when its client closes
+    the socket.
     """
     while True:
         text, files, _, _ = socket.recv_fds(asking, _MOST_BYTES, _MOST_FILES)

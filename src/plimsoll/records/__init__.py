@@ -5,7 +5,10 @@ from typing import Any, ClassVar
 
 
 class Shown:
-    """An object that a notebook shows as HTML if ``to_html`` returns HTML for it, and otherwise as text."""
+    """An object that a notebook shows as HTML if ``to_html`` returns HTML for it, and otherwise as text.
+
+    ``to_html`` is one function for all objects; the package ``plimsoll`` sets it.
+    """
 
     to_html: ClassVar[Callable[[Any], str | None] | None] = None
 

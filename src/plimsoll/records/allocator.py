@@ -68,7 +68,7 @@ class HeapRules(Frozen):
     alignment_bytes: int = Field(default=64, ge=32)
     """The alignment of every block: torch allocates CPU tensors with ``posix_memalign(64)``."""
     build_threshold_bytes: int | None = Field(default=None, ge=0)
-    """A separate mmap threshold before the first step, while the model is built and sharded; ``None``: the same one."""
+    """The mmap threshold while the model is built and sharded, before the first step; ``None``: the same as later."""
     trims_after_steps: bool = False
     """True if free pages are returned to the system after each step, as with ``malloc_trim(0)``."""
 

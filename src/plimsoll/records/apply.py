@@ -14,7 +14,8 @@ Dtype = Literal["stored", "fp32", "bf16", "fp16"]
 class ApplyFacts(Record):
     """The result of applying a model to the rows of a file.
 
-    If the command was interrupted and resumed, counts include the rows of earlier processes.
+    If the command was interrupted and resumed, counts include the rows of earlier processes. ``tokens_per_pass`` and
+    ``rows_per_pass`` are the limits of one forward pass, and ``block_rows`` is the limit of rows that are read at once.
 
     Measurements (seconds, passes, padding, out-of-memory errors, peak) are of this process alone. It processed the
     ``num_new_rows`` rows that follow the first ``first_row`` rows. ``faults`` lists the first rows without a result,

@@ -8,7 +8,10 @@ from plimsoll.records.base import Frozen, Record
 
 
 class CachedKind(Frozen):
-    """The cached files of one kind. ``used_seconds`` is the time of the last read or write, in seconds since 1970."""
+    """The cached files of one kind.
+
+    ``used_seconds`` is the time of the last read or write, in seconds since 1970; ``None`` if no file exists.
+    """
 
     name: str
     num_files: int
@@ -19,7 +22,7 @@ class CachedKind(Frozen):
 class CacheContents(Record):
     """The content of a cache folder. ``most_bytes`` limits the total of predictions, plans, baselines and traces.
 
-    With ``is_removed``, the files have been deleted, and the record lists the content before that.
+    If ``is_removed`` is true, the files have been deleted, and the record lists the content before the deletion.
     """
 
     record_kind: ClassVar[str] = "cache"

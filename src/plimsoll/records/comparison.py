@@ -15,7 +15,9 @@ from plimsoll.records.trace import Category
 
 
 class Counters(Frozen):
-    """Memory counters of the device during a recorded training run; the trace lists only the storages of tensors.
+    """Memory counters of the device during a recorded training run.
+
+    They include memory that the trace does not list, because a trace has only the storages of tensors.
 
     On CUDA, ``peak_bytes`` and ``reserved_bytes`` are the peaks of allocated and reserved memory. On the CPU they are
     the peaks of private memory and of the memory that ``RLIMIT_DATA`` counts. ``baseline_bytes`` was in use before the
@@ -30,7 +32,7 @@ class Counters(Frozen):
 
 
 class Side(Frozen):
-    """The peak of the predicted or the measured trace: its bytes, in total and by category, and its moment."""
+    """The peak of the predicted or the measured trace: its bytes in total and by category, and when it was reached."""
 
     peak_bytes: int
     parts: dict[Category, int]
@@ -47,7 +49,10 @@ class Block(Frozen):
 class Difference(Frozen):
     """An op at which two traces differ: the storages that were allocated or freed in only one of the traces.
 
-    ``row`` is the op's row in the predicted trace, or in the measured trace if the op is only there.
+    ``row`` is the op's row in the predicted trace, or in the measured trace if the op is only there. ``is_predicted``
+    and ``is_measured`` are true if the op is in the predicted and in the measured trace. The op allocated
+    ``only_predicted`` and freed ``freed_only_predicted`` in the predicted trace alone. ``only_measured`` and
+    ``freed_only_measured`` are the same for the measured trace.
     """
 
     row: int
@@ -61,7 +66,7 @@ class Difference(Frozen):
 
 
 class Group(Frozen):
-    """Bytes of one category that one op of one module has allocated and that are alive at the peak of each trace."""
+    """The live bytes of one category that one op of one module has allocated, at the peak of each trace."""
 
     op: str
     module: str
@@ -78,6 +83,7 @@ class Group(Frozen):
 class Comparison(Record):
     """A comparison of the predicted and the measured memory of the same training run.
 
+    ``lowered_to`` is the kind of device that the prediction was made for, such as ``cpu`` or ``cuda 8.0``.
     ``groups`` lists the groups that differ, largest first. All ``num_groups`` groups add up to the difference of the
     peaks. ``num_differing_ops`` counts ops that allocated or freed different storages, including ops in only one trace.
     ``first`` is the first of these ops, or ``None`` if no op differs.

@@ -61,8 +61,8 @@ class TokenFacts(Record):
 class Filling(Frozen):
     """A method of making samples from the texts, and the padding in the resulting batches.
 
-    ``num_dropped_tokens`` tokens are used in no epoch. ``num_long_texts`` texts were split into several samples or
-    truncated.
+    ``is_this_job`` is true for the method that the job uses. ``num_dropped_tokens`` tokens are used in no epoch.
+    ``num_long_texts`` texts were split into several samples or truncated.
     """
 
     name: str
@@ -79,8 +79,10 @@ class Inspection(Record):
     """The text lengths of a corpus, and ways to make samples of ``sequence_length`` tokens from its texts.
 
     Lengths are in tokens, without the special tokens around a text. They are from ``num_seen_texts`` texts: all texts,
-    or evenly spaced texts. ``special_tokens`` are the tokens that the tokenizer adds around a text. ``num_borders`` is
-    the number of sentence or paragraph borders in the seen texts, if windows should end at borders.
+    or evenly spaced texts. ``quantiles`` are pairs of a share of the texts and the length that this share does not
+    exceed. ``special_tokens`` are the tokens that the tokenizer adds around a text. ``num_borders`` is the number of
+    sentence or paragraph borders in these texts; ``None`` if windows may end anywhere. ``fillings`` compares ways to
+    make samples.
     """
 
     record_kind: ClassVar[str] = "data-inspection"
@@ -115,7 +117,10 @@ class Rate(Frozen):
 
 
 class FeedRates(Record):
-    """The speed of reading, tokenizing and loading a corpus on this machine. ``notes`` name the stages left out."""
+    """The speed of reading, tokenizing and loading a corpus on this machine.
+
+    ``notes`` give the reason if a stage was not measured.
+    """
 
     record_kind: ClassVar[str] = "data-bench"
 

@@ -21,8 +21,9 @@ class MemoryUse(Frozen):
     """The memory that one process uses on one device at one moment, in bytes.
 
     On the CPU, ``used_bytes`` is private memory (RssAnon) and ``reserved_bytes`` the memory that RLIMIT_DATA counts
-    (VmData). On CUDA they are the allocator's allocated and reserved bytes. ``others_bytes`` is the memory of other
-    processes on the same device; ``None`` if unknown.
+    (VmData). On CUDA they are the allocator's allocated and reserved bytes. ``peak_bytes`` is the peak of
+    ``used_bytes``. ``limit_bytes`` is the limit set for this process; ``None`` without a limit. ``others_bytes`` is the
+    memory of other processes on the same device; ``None`` if unknown.
     """
 
     used_bytes: int

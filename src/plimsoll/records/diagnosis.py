@@ -38,7 +38,7 @@ class MemoryGrowth(Frozen):
 
 
 class Fact(Frozen):
-    """A piece of evidence and its source."""
+    """A sentence of evidence, and how it is known (measured, counted, predicted or assumed)."""
 
     text: str
     known: KnownHow
@@ -127,8 +127,8 @@ class Diagnosis(Record):
     """The explanation of a run, an error message or a memory snapshot.
 
     Findings and remedies are sorted by effect, largest first. ``event`` is the out-of-memory error that is explained,
-    if any. ``shares`` are the categories of the peak, largest first; ``limit_bytes`` is the memory limit. ``notes`` are
-    observations that are not findings. ``num_steps`` is 0 if no step ran.
+    if any. ``shares`` are the categories of the peak, largest first. ``limit_bytes`` is the memory limit. ``notes`` are
+    observations that are not findings. ``num_steps`` is 0 if no step ran. Other values that are not known are ``None``.
     """
 
     record_kind: ClassVar[str] = "diagnosis"

@@ -17,7 +17,7 @@ class DistillSource(Frozen):
 
     ``hidden`` is the weight of an additional loss, the difference of hidden states. ``form`` is the way to store the
     teacher's weights; ``None`` chooses by device. ``cache`` is the number of likeliest tokens per position that are
-    stored in a file. The file then replaces the teacher.
+    stored in a file, which then replaces the teacher; ``None``: the teacher runs in each step.
     """
 
     teacher: str = Field(min_length=1)

@@ -30,8 +30,8 @@ class VectorFile(Record):
     """The content of a file of word vectors that was read completely.
 
     ``num_words`` counts distinct words with a valid vector. ``num_entries`` counts all entries, including duplicates
-    and faulty entries. ``num_promised`` is the number of entries according to the header. ``norms`` are the minimum,
-    median and maximum norm of the vectors.
+    and faulty entries. ``num_promised`` is the number of entries according to the header; ``None`` without such a
+    header. ``norms`` are the minimum, median and maximum norm of the vectors; ``None`` without valid vectors.
     """
 
     record_kind: ClassVar[str] = "vector-file"
@@ -121,7 +121,8 @@ class SubsetFacts(Record):
 class CompressionFacts(Record):
     """Compressed word vectors, and the cosine between each row before and after compression.
 
-    99 % of the rows have a cosine of at least ``low_cosine``. Rows of zeros do not count.
+    99 % of the rows have a cosine of at least ``low_cosine``; ``least_cosine`` is the minimum. Rows of zeros do not
+    count.
     """
 
     record_kind: ClassVar[str] = "embedding-compression"

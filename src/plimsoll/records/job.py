@@ -47,7 +47,7 @@ def _share_of(value: Any) -> Any:
 class DataSource(Frozen):
     """The text files and how they become samples. `docs/job.md` explains every field.
 
-    ``validation`` is a path, or the share (0 to 1) of the training samples that is held out.
+    ``validation`` is a path, or the share (0 to 1) of the training samples that is held out; ``None``: no validation.
     """
 
     train: Annotated[str, Field(min_length=1)] | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _NOT_EMPTY]
@@ -119,7 +119,10 @@ class DataSource(Frozen):
 
 
 class OptimizerChoice(Frozen):
-    """A ``torch.optim`` optimizer by name, its learning rate and schedule, and its other arguments."""
+    """A ``torch.optim`` optimizer by name, its learning rate and schedule, and its other arguments.
+
+    ``clip_norm`` is the maximum norm of the gradients; ``None``: gradients are not clipped.
+    """
 
     name: str = "adamw"
     lr: float = Field(default=3e-4, gt=0, allow_inf_nan=False)

@@ -48,13 +48,15 @@ class InferencePlan(FormerNames, Record):
     the device is the only limit. ``host_free_bytes`` is host memory available for weights of a GPU model (``None``: not
     checked).
 
-    Rows: ``longest_tokens`` and ``new_tokens`` are per row, and ``micro_batch`` is the number of rows per pass.
-        ``dtype`` is the data type of most weights. If ``is_converted`` is true, all weights are converted to it.
+    Rows: ``longest_tokens`` (tokens of the longest input) and ``new_tokens`` (generated tokens) are per row.
+    ``micro_batch`` is the number of rows per pass.
+
+    Weights: ``dtype`` is the data type of most weights. If ``is_converted`` is true, all weights are converted to it.
 
     Time: ``pass_time`` is the time of a pass including all new tokens. Its parts ``compute_seconds`` and
     ``read_seconds`` overlap. ``read_bytes`` are read from the files or copied over the link in each pass.
-    ``cached_bytes`` of the streamed weights stay in the page cache between passes. ``read_bytes_per_second`` was
-    ``measured`` on the files, or is from a table.
+    ``cached_bytes`` of the streamed weights stay in the page cache between passes. ``read_bytes_per_second`` is the
+    speed of reading or copying; ``rate_source`` tells whether it was measured on the files or is from a table.
 
     If nothing fits, the record is the plan with the least memory, and ``smallest_budget_bytes`` is the budget for it.
     """

@@ -146,17 +146,17 @@ class LossCheck(Frozen):
     The weight of a part is its share of the units that the loss averages over. Values of ``verdict``:
 
     - ``additive``: a test with samples has confirmed that the two losses are equal.
-    - ``known``: it follows from the code that computes the loss.
+    - ``known``: the code that computes the loss shows that the two losses are equal.
     - ``not additive``: a test with samples has shown that the two losses differ.
     - ``not shown``: a test with samples could not decide.
-    - ``allowed``: it was not confirmed, but the user allows splitting batches (``recut_loss``).
+    - ``allowed``: no test confirmed that the two losses are equal, but the user allows splitting (``recut_loss``).
     - ``never cut``: the user forbids splitting batches.
     - ``not computed``: no loss could be computed, for example because the weights of the planned model are not in
       memory. The training process then makes the check.
 
-    ``whole`` is the loss of ``num_samples`` samples as one batch. ``parts`` is the weighted sum of their losses one by
-    one. ``difference`` and ``gradient_difference`` are the relative differences of the losses and of the gradients
-    (``None``: not compared).
+    ``whole`` is the loss of ``num_samples`` samples as one batch. ``parts`` is the weighted sum of the losses of the
+    samples, computed one by one. ``difference`` and ``gradient_difference`` are the relative differences of the losses
+    and of the gradients (``None``: not compared).
     """
 
     verdict: Verdict
@@ -206,8 +206,11 @@ class Tried(Frozen):
 
     ``predicted_seconds`` is the step time without corrections from earlier runs. ``measured_seconds`` is the step time
     estimated from the passes of the trial. ``peak_bytes`` is the peak of these passes. Numbers that are not known are
-    ``None``. Outcome ``struck``: not run, because memory ran out in another candidate that needs less. Outcome ``too
-    near``: the peak is so near the limit that a long run may exceed it.
+    ``None``. ``why`` explains the outcome. Three outcomes need a definition:
+
+    - ``struck``: not run, because memory ran out in another candidate that needs less.
+    - ``too near``: the peak is so near the limit that a long run may exceed it.
+    - ``not tried``: the time limit of the trial was reached before.
     """
 
     choices: tuple[Choice, ...]
@@ -237,7 +240,7 @@ class Plan(FormerNames, Record):
         budget: the budget that the plan is for.
         fallbacks: the chosen configuration, then its fallbacks in order of falling predicted peak. If nothing fits: the
             configuration that needs the least memory.
-        limit_bytes: the budget minus the headroom.
+        limit_bytes: the budget minus the headroom; ``None`` if the plan has no limit.
         plain: the configuration that runs the whole batch at once, without any technique.
         rejected: combinations that were considered and rejected.
         lossy_alternatives: if nothing fits: for each technique that changes the training and is not allowed, the

@@ -35,7 +35,7 @@ class Moment(Frozen):
 
 
 class Holding(Frozen):
-    """A group of similar allocations that are alive at the peak, and the moment when the first was made.
+    """A group of similar allocations that are alive at the peak, and the moment when the first of them was made.
 
     The allocations have the same category, shape, source line and module. Numbers in the name of the module may differ
     and are shown as ``*``. ``num_bytes`` is the total of all ``count`` allocations. ``name`` is empty if the
@@ -94,8 +94,8 @@ class Exchange(Frozen):
 
     All sizes are sizes of whole tensors. ``gathered_bytes`` are parameters after gathering. ``scattered_bytes`` are
     gradients before each rank keeps only its rows. ``added_up_bytes`` are gradients that every rank keeps whole. The
-    largest tensor of each kind exists whole at one moment, as part of the peak. ``kept`` is the additional memory that
-    the communication library holds.
+    largest gathered, scattered and added-up tensors each exist whole at some moment, which the peak includes. ``kept``
+    is the additional memory that the communication library holds.
     """
 
     num_ranks: int
@@ -113,8 +113,9 @@ class Prediction(Record):
 
     ``peak`` counts the same memory as ``limit_bytes``: on CUDA all memory of the process on the device (context,
     reserved segments), on the CPU its private memory. ``fits`` compares the likely value; ``verdict`` also considers
-    the range. ``micro_batch``, ``sequence_length`` and ``batch_size`` are ``None`` if a training function of the user
-    decides them.
+    the range. ``runs_out_at`` is the moment when the allocator cannot serve a request; ``None`` if it serves all.
+    ``parts`` are the bytes at the peak by category, and ``largest`` the largest allocations. ``micro_batch``,
+    ``sequence_length`` and ``batch_size`` are ``None`` if a training function of the user decides them.
     """
 
     record_kind: ClassVar[str] = "prediction"
@@ -153,7 +154,7 @@ class Prediction(Record):
 
     @property
     def verdict(self) -> Literal["fits", "probably fits", "probably does not fit", "does not fit"]:
-        """The result in words, with "probably" if the limit lies within the range."""
+        """The verdict on whether the run fits, with "probably" if the limit lies within the range of the peak."""
         if self.fits:
             return "fits" if self.peak.high_bytes <= self.limit_bytes else "probably fits"
         return "does not fit" if self.peak.low_bytes > self.limit_bytes else "probably does not fit"

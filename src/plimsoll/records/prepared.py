@@ -10,7 +10,7 @@ from plimsoll.records.run import GradientReach
 
 
 class PreparedText(Frozen):
-    """Texts whose stores have been written and can be opened. A folder is ``None`` if its store is not needed.
+    """The prepared texts of a training or validation set. A folder is ``None`` if the job does not need its store.
 
     ``skipped`` lists the first 100 files and rows that were left out, with reasons. ``num_long_texts`` texts are longer
     than a sample. ``num_truncated`` of these texts lost ``num_dropped_tokens`` tokens in total, which no epoch uses.
@@ -61,11 +61,11 @@ class Prepared(Record):
     texts. If ``holds_out_windows`` is true, the corpus is a single text, and some of its windows are held out.
 
     ``vectors_folder`` has the word vectors of the tokens, if the job has any, and ``vectors_digest`` is a digest of the
-    vectors. ``gradient_reach`` is ``None`` unless the samples are read as streams. ``longest_row`` is the maximum
-    number of tokens of a row of a training batch. ``held_out_batch`` are the samples and tokens of the largest
-    evaluation batch. Both are ``None`` before `with_rows` has computed them. ``num_left_out_words`` words were too rare
-    to be counted when the tokenizer was trained. ``peak_bytes`` is the peak private memory of the preparation, if it
-    was measured.
+    vectors. ``gradient_reach`` counts the earlier tokens that a gradient reaches; ``None`` unless samples are read as
+    streams. ``longest_row`` is the maximum number of tokens of a row of a training batch. ``held_out_batch`` are the
+    samples and tokens of the largest evaluation batch. Both are ``None`` before `with_rows` has computed them.
+    ``num_left_out_words`` words were too rare to be counted when the tokenizer was trained. ``peak_bytes`` is the peak
+    private memory of the preparation, if it was measured.
     """
 
     record_kind: ClassVar[str] = "prepared-data"

@@ -27,6 +27,10 @@ _FORMER_NAMES = {"rung": "fallback", "next_rung": "next_fallback"}
 class OomEvent(FormerNames):
     """An out-of-memory error: the phase that was running, the request, the memory in use, and the reaction.
 
+    ``family`` is the kind of the error, such as the allocator that raised it. ``micro_batch`` and ``fallback`` were in
+    use when memory ran out; ``next_micro_batch`` and ``next_fallback`` are for the retry. ``action`` describes the
+    reaction. ``survived`` is false if the error ended the run.
+
     ``step`` counts from 1. For an error in an evaluation or a checkpoint, it is the last completed step. Fallbacks are
     numbered from 0 as in the plan; they are ``None`` in an evaluation. With several ranks, ``rank`` is the lowest rank
     that ran out of memory, and ``num_other_ranks`` counts the other ranks that also ran out of memory.
@@ -82,8 +86,8 @@ class OomEvent(FormerNames):
 class GradientReach(Frozen):
     """The number of earlier tokens that a gradient reaches, if it stops at the start of a window or text.
 
-    ``mean_tokens`` is the mean over the tokens that are predicted in an epoch. Tokens before these influence a
-    prediction only through the state of the model.
+    ``most_tokens`` is the maximum and ``mean_tokens`` the mean over the tokens that are predicted in an epoch. Tokens
+    farther back influence a prediction only through the state of the model.
     """
 
     most_tokens: int = Field(ge=1)
@@ -93,7 +97,8 @@ class GradientReach(Frozen):
 class StepLine(FormerNames):
     """One completed optimizer step.
 
-    Its samples are the ``num_samples`` samples from position ``first_sample`` of the epoch's order.
+    Its samples are the ``num_samples`` samples from position ``first_sample`` of the epoch's order. ``num_units`` is
+    the number of samples or tokens that the loss averages over.
 
     ``used_bytes`` is the memory in use after the step. If user code retains no tensors, it is the same after every
     step. With several ranks, ``peak_bytes`` is the maximum over the ranks, and ``used_bytes`` and ``memory`` were
@@ -212,7 +217,11 @@ class StartLine(FormerNames):
 
 
 class DeathLine(FormerNames):
-    """The death of the training process. ``evidence`` describes the cause and how it is known, for the user."""
+    """The death of the training process. ``evidence`` describes the cause and how it is known, for the user.
+
+    ``restarted_from_step`` is the step of the checkpoint from which training resumes; ``None`` if the supervisor gave
+    up. ``next_fallback`` and ``next_micro_batch`` are for the next process.
+    """
 
     former_names: ClassVar[Mapping[str, str]] = _FORMER_NAMES
 
@@ -398,8 +407,9 @@ class RunRecord(Record):
 class RunHead(Record):
     """The facts about a run before its first step, stored in ``run.json``.
 
-    ``gradient_reach`` is ``None`` if gradients reach through the whole sample. ``preparation_bytes`` is the peak
-    private memory of indexing, tokenizer training and tokenization, if a separate process measured it.
+    ``gradient_reach`` counts the earlier tokens that a gradient reaches; ``None`` if it reaches through whole samples.
+    ``preparation_bytes`` is the peak private memory of indexing, tokenizer training and tokenization, if a separate
+    process measured it.
     """
 
     record_kind: ClassVar[str] = "run-head"

@@ -16,7 +16,10 @@ from plimsoll.records.trace import Category
 
 
 class Place(Frozen):
-    """Bytes that one module or line of user code has in one category at the predicted peak; "": unknown."""
+    """The bytes of one category that one module or line of user code has allocated, at the predicted peak.
+
+    An unknown module or line is "".
+    """
 
     category: Category
     module: str
@@ -27,9 +30,11 @@ class Place(Frozen):
 class RunSide(Frozen):
     """One run of a comparison.
 
+    ``choices`` are the techniques of the plan, and ``last_choices`` the techniques in use at the end of the run.
     ``steps``, ``losses`` and ``peaks_bytes`` are columns with a row for each completed step. ``step_seconds`` and
-    ``units_per_second`` leave out the first step (warm-up) if more steps have completed. ``parts`` and ``places`` are
-    the bytes at the peak that the plan predicts for its first configuration. They are empty without a prediction.
+    ``units_per_second`` leave out the first step (warm-up) if more steps have completed. ``parts`` and ``places``
+    describe the peak that the plan predicts for its first configuration. ``parts`` has all bytes by category.
+    ``places`` has the largest allocations by category, module and line. Both are empty without a prediction.
     """
 
     name: str
@@ -115,7 +120,7 @@ def _choices(run: RunRecord, fallback: int) -> tuple[str, ...]:
 
 
 def _places(run: RunRecord) -> tuple[Place, ...]:
-    """Return the bytes alive at the predicted peak by category, module and line, largest first."""
+    """Return the largest allocations at the predicted peak, added up by category, module and line, largest first."""
     counted: Counter[tuple[Category, str, str]] = Counter()
     for holding in run.plan.prediction.largest if run.plan.prediction else ():
         counted[holding.category, holding.name or holding.made.module, holding.made.line] += holding.num_bytes

@@ -36,7 +36,8 @@ SHARE = 0.25
 class Option(NamedTuple):
     """An option of a compression method: its default, and a function that checks a value.
 
-    A ``default`` of ``None`` means no value. ``fault`` returns the error message for a wrong value, otherwise ``None``.
+    If ``default`` is ``None``, the option has no value until it is set. ``fault`` returns the error message for a wrong
+    value, and ``None`` for a good value.
     """
 
     default: Value | None
@@ -45,12 +46,12 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of a method.
+    """The stage and the options of a compression method.
 
     Attributes:
         stage: the kind of change that the method makes, which determines its place in a chain.
-        options: options by name. ``method=value`` on a command line sets the first one.
-        one_of: options of which a choice may set at most one.
+        options: options by name. ``method=value`` on a command line sets the first option.
+        one_of: names of options that exclude each other: at most one of them may be set.
     """
 
     stage: Stage
@@ -154,7 +155,9 @@ def check_method(name: str) -> None:
 
 
 def chain_of(pins: Sequence[Pin]) -> tuple[Choice, ...]:
-    """Return the choices for pinned methods. A value without a name sets the method's first option.
+    """Return the compression methods that ``--method`` asks for, checked, as choices in the given order.
+
+    A value without an option name, as in ``vocabulary=5``, sets the first option of the method.
 
     Raises:
         WeightsError: if a method or option does not exist, a value is not allowed, or a method that changes shapes
@@ -213,7 +216,7 @@ class Quality(Frozen):
 
     @property
     def is_language_model(self) -> bool:
-        """True if the next-token loss is the only measure."""
+        """True if the loss is the only measure of quality, as for a language model."""
         return self.accuracy is None and self.entity_f1 is None and self.similarity is None
 
     @property
@@ -251,9 +254,10 @@ class InferenceCost(Frozen):
 
 
 class TrainingCost(Frozen):
-    """The cost of a training step. It was measured only if the model was trained.
+    """The cost of a training step of a compressed model.
 
-    With ``has_teacher``, the cost includes the teacher's passes.
+    If the model was trained, ``peak_bytes`` and ``step_seconds`` were measured. Otherwise, they are ``None``, and
+    ``predicted`` is the predicted peak. If ``has_teacher`` is true, the cost includes the passes of the teacher model.
     """
 
     predicted: Estimate | None = None
@@ -263,11 +267,12 @@ class TrainingCost(Frozen):
 
 
 class Small(Frozen):
-    """One model: the methods that were applied to the original in this order, and the results.
+    """The original model or a compressed model, with its results.
 
-    With an empty ``chain``, it is the original. ``quality`` is measured before recovery training, and ``recovered``
-    after ``recovery_steps`` steps of recovery training. The original is trained for as many steps, for comparison.
-    ``rejected`` is the reason why the model does not satisfy the request.
+    ``chain`` lists the methods in the order in which they were applied; it is empty for the original. ``quality`` is
+    measured before recovery training, and ``recovered`` after ``recovery_steps`` steps of recovery training. The
+    original may also have been trained for as many steps, for comparison. ``rejected`` is the reason why the model does
+    not satisfy the request.
     """
 
     chain: tuple[Choice, ...] = ()
@@ -334,7 +339,7 @@ class ShrinkRecord(Record):
 
     @property
     def front(self) -> tuple[int, ...]:
-        """The numbers of the models on the Pareto front of size and quality, smallest first."""
+        """The indices in ``models`` of the Pareto-optimal models by size and quality, smallest first."""
         order = sorted(
             range(len(self.models)), key=lambda number: (self.models[number].file_bytes, self._worse(number))
         )

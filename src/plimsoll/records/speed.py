@@ -57,13 +57,15 @@ class Speed(Record):
     a kind of op without a curve uses the curve of ``plain``. ``fresh_seconds_per_byte`` is the cost of memory that is
     used for the first time, because the kernel clears pages.
 
-    A call of an op occupies the CPU for a time that depends on the caller. It is ``op_seconds`` if Python code calls
-        the op directly, as in an optimizer. It is ``module_op_seconds`` in a forward pass, including module calls and
-        autograd, and ``backward_op_seconds`` in a backward pass. Its kernel occupies the device for at least
-        ``kernel_seconds``. With ``overlaps``, a call only queues the
-    kernel, and copies over the link run concurrently. ``link_bytes_per_second`` is the rate to memory outside the
-    device: host memory of a GPU, files of a CPU. ``host_bytes_per_second`` is the rate of the CPU itself in that
-    memory. ``spread`` is the relative uncertainty of a predicted step time.
+    A call of an op occupies the CPU for a time that depends on the caller. This time is ``op_seconds`` if Python code
+    calls the op directly, as in an optimizer. It is ``module_op_seconds`` in a forward pass, including module calls and
+    autograd, and ``backward_op_seconds`` in a backward pass. The kernel of the op occupies the device for at least
+    ``kernel_seconds``. If ``overlaps`` is true, a call only queues the kernel, and copies over the link run
+    concurrently.
+
+    ``link_bytes_per_second`` is the rate to memory outside the device: host memory of a GPU, files of a CPU.
+    ``host_bytes_per_second`` is the rate at which the CPU itself accesses this memory. ``spread`` is the relative
+    uncertainty of a predicted step time.
     """
 
     record_kind: ClassVar[str] = "speed"

@@ -35,7 +35,7 @@ class Strategy(Frozen):
 
 
 class Strategies(FormerNames, Record):
-    """All strategies; strategies that leave the training unchanged come first.
+    """All fine-tuning strategies under one budget. Strategies that leave the training unchanged come first.
 
     ``subject`` describes the model and the data, and ``device`` the device that the plans are for.
     """

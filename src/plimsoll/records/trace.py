@@ -87,6 +87,9 @@ class Assumption(Frozen):
 class Trace(Record):
     """The memory of a training run: traced without allocating it (``predicted``), or recorded (``measured``).
 
+    A ``storage`` or an ``op`` in the tuples below is a row of ``storages`` or ``ops``. ``lowered_to`` is the kind of
+    device that the trace is for, such as ``cpu`` or ``cuda 8.0``.
+
     ``events`` are allocations and frees in order: ``storage + 1`` for an allocation, ``-(storage + 1)`` for a free.
     ``event_op`` is the row of the op that was running.
 

@@ -8,7 +8,7 @@ from plimsoll.report.sheets import FACTS, Sheet, columns_of, oom_sheet
 
 
 def apply_sheets(facts: ApplyFacts) -> tuple[Sheet, ...]:
-    """Return the sheets of rows and passes, and of failed rows and out-of-memory events if any happened."""
+    """Return a sheet of rows, a sheet of passes, and sheets of failed rows and out-of-memory errors, if any."""
     sheets = [_rows_sheet(facts), _passes_sheet(facts)]
     if facts.faults:
         title = f"Rows without a result, {len(facts.faults):,} of {facts.num_faults:,}"

@@ -247,7 +247,7 @@ def shrink_report(record: ShrinkRecord) -> Group:
 
 
 def _prediction_tables(prediction: Prediction | None) -> list[sheets.Sheet]:
-    """Return the tables of the plan's prediction."""
+    """Return the tables of a prediction that belongs to a plan; no tables without a prediction."""
     if prediction is None:
         return []
     return [

@@ -26,7 +26,10 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with title and caption; ``key`` is its name in the page. ``figure`` is ``None`` if there is no data."""
+    """A figure with its title and caption. ``figure`` is ``None`` if there is no data to draw.
+
+    ``key`` identifies the chart in the HTML page.
+    """
 
     key: str
     title: str

@@ -20,7 +20,7 @@ _MISSING = {
 
 
 def subset_sheets(subset: SubsetFacts) -> tuple[Sheet, ...]:
-    """Return the sheets of found words, the file of their rows, missing words, and faults of the source file."""
+    """Return the sheets of the words found and their rows, of the missing words, and of faults in the source file."""
     full_bytes = 4 * subset.num_entries * subset.dimension
     rows = [
         ("Vectors", f"{subset.source_format}, {subset.num_entries:,} entries, dimension {subset.dimension}"),

@@ -16,7 +16,7 @@ _PLACES: tuple[Place, ...] = ("device", "host", "disk")
 
 
 def verdict(plan: InferencePlan) -> str:
-    """Return the verdict in one or two words."""
+    """Return in one or two words whether the inference plan fits its limit."""
     if not plan.fits:
         return "impossible"
     return "fits" if plan.peak.high_bytes <= plan.limit_bytes else "probably fits"
@@ -76,7 +76,10 @@ def _reading_sentence(plan: InferencePlan) -> str:
 
 
 def key_numbers(plan: InferencePlan) -> tuple[tuple[str, str], ...]:
-    """Return the key numbers of an inference plan as pairs of label and value. The number of pairs is even."""
+    """Return the key numbers of an inference plan as pairs of label and value.
+
+    The number of pairs is even, because reports show two pairs per row.
+    """
     return (
         ("Task", plan.task),
         ("Type", plan.dtype),

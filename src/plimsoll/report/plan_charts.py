@@ -48,7 +48,7 @@ def fallback_chart(plan: Plan) -> Chart:
 
 
 def _groups(plan: Plan) -> dict[str, list[Point]]:
-    """Return the points of each group, by the name of the group in the legend. Later groups are drawn on top."""
+    """Return the configurations to draw, by the name of their group in the legend. Later groups are drawn on top."""
     limit_bytes = limit_bytes_of(plan)
     rejected = _known(plan.rejected)
     return {
@@ -142,7 +142,10 @@ def _add_limit(figure: go.Figure, limit_bytes: int, unit_bytes: int) -> None:
 
 
 def _span(values: list[float]) -> list[float]:
-    """Return the lower and upper end of an axis: all values and a margin. A single value is in the middle."""
+    """Return the lower and upper end of an axis: the range of the values, with a margin.
+
+    The margin above the values is twice the margin below them.
+    """
     low, high = min(values), max(values)
     margin = _MARGIN * (high - low) or 0.5 * high or 1.0
     return [round(low - margin, 4), round(high + 2 * margin, 4)]

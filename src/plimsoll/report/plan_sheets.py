@@ -27,7 +27,7 @@ _BY_NUMBERS = "#Peak", "#Step time"
 
 
 def verdict(plan: Plan) -> str:
-    """Return the verdict in one or two words: "probably fits" if the limit lies within the range of the peak."""
+    """Return in one or two words whether a plan fits: "probably fits" if the limit is in the range of the peak."""
     if not plan.fits:
         return "impossible"
     peak = plan.fallbacks[0].peak if plan.fallbacks else None
@@ -241,7 +241,10 @@ def budget_sentence(budget: Budget) -> str:
 
 
 def key_numbers(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Return the key numbers of a plan as pairs of label and value. The number of pairs is even."""
+    """Return the key numbers of a plan as pairs of label and value.
+
+    The number of pairs is even, because reports show two pairs per row.
+    """
     prediction = plan.prediction
     if prediction is None:
         return ()

@@ -133,7 +133,10 @@ def _ran(timeline: MemoryTimeline, row: int) -> str:
 
 
 def _bands(timeline: MemoryTimeline) -> list[Band]:
-    """Return the stretches of rows with the same phase and step."""
+    """Return, for each run of consecutive rows with the same phase and step: phase, step, first row, and end row.
+
+    The end row is the row after the last.
+    """
     bands: list[Band] = []
     first = 0
     for (step, phase), group in groupby(zip(timeline.step, timeline.phase, strict=True)):

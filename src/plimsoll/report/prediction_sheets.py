@@ -23,7 +23,10 @@ _MOST_LARGEST = 10
 
 @dataclass(frozen=True)
 class Grid:
-    """The what-ifs as a table: a row per micro-batch and a cell per sequence length, ``None`` if not predicted."""
+    """The what-if predictions as a table: a row per micro-batch and a cell per sequence length.
+
+    A cell is ``None`` if its peak was not predicted.
+    """
 
     sequence_lengths: tuple[int, ...]
     rows: tuple[tuple[int, tuple[WhatIf | None, ...]], ...]
@@ -78,7 +81,7 @@ def _phase_text(moment: Moment) -> str:
 
 
 def short_path(line: str) -> str:
-    """Shorten a ``file:line`` by removing folders from the left. The file name and the line always stay."""
+    """Shorten a long ``file:line`` by removing folders from the left. The file name and the line number always stay."""
     if len(line) <= _MOST_PATH_CHARACTERS:
         return line
     folders = line.replace("\\", "/").split("/")
@@ -118,7 +121,7 @@ def known_how(estimate: Estimate) -> str:
 
 
 def exchange_sentences(prediction: Prediction) -> tuple[str, ...]:
-    """Return sentences on the communication of each rank and its memory; empty for a single process."""
+    """Return sentences on the data that each rank exchanges and the memory for it; empty for a single process."""
     exchange = prediction.exchange
     if exchange is None:
         return ()
@@ -146,7 +149,10 @@ def known_how_sentence(prediction: Prediction) -> str:
 
 
 def key_numbers(prediction: Prediction) -> tuple[tuple[str, str], ...]:
-    """Return the key numbers of a prediction as pairs of label and value. The number of pairs is even."""
+    """Return the key numbers of a prediction as pairs of label and value.
+
+    The number of pairs is even, because reports show two pairs per row.
+    """
     return (
         ("Micro-batch", _count(prediction.micro_batch)),
         ("Sequence length", _count(prediction.sequence_length)),

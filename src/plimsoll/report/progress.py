@@ -27,7 +27,7 @@ LOADING = "loading"
 
 
 class Report(Protocol):
-    """A function that shows the progress of a stage: ``done`` units of ``total``."""
+    """A function that shows the progress of a stage: ``done`` of ``total`` items, in any unit such as bytes."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show the progress of a stage."""

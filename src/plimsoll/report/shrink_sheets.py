@@ -35,7 +35,7 @@ def headline(record: ShrinkRecord) -> str:
 
 
 def _trainings(original: Small, best: Small) -> str:
-    """Return a clause on the retraining of the chosen model and the original; "" if the chosen model has none."""
+    """Return a clause on the recovery training of the chosen model and the original; "" if the chosen had none."""
     if best.recovered is None:
         return ""
     steps = f"{best.recovery_steps:,} more steps"
@@ -45,7 +45,10 @@ def _trainings(original: Small, best: Small) -> str:
 
 
 def _slowness(small: Small) -> str:
-    """Return a warning if inference is slow on this machine, because the search compares only size and quality."""
+    """Return a warning if inference is much slower than with the original model; "" otherwise.
+
+    The search compares only size and quality, so it may choose a slow model.
+    """
     if small.inference is None or small.inference.speed >= _SLOW_SPEED:
         return ""
     return (

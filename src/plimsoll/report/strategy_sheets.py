@@ -22,7 +22,10 @@ def headline(strategies: Strategies) -> str:
 
 
 def strategy_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
-    """Return the sheets with peak, step time, changes and choices of each strategy. `give_lines` has the options."""
+    """Return the sheets with peak, step time, changes and choices of each strategy.
+
+    The command-line options of the strategies are in `give_lines`.
+    """
     numbers = columns_of("Strategy", "Verdict", "#Peak", "#Step time")
     words = columns_of("Strategy", "Changes", "Choices")
     return (
@@ -43,7 +46,7 @@ def page_sheets(strategies: Strategies) -> tuple[Sheet, ...]:
 
 
 def done_line(strategy: Strategy) -> str:
-    """Return a line with the verdict, peak and step time of a strategy."""
+    """Return the progress line for a strategy that has just been planned: its verdict, peak and step time."""
     _, verdict, peak, step = _numbers(strategy)
     return f"{strategy.name}: {verdict}" + (f", {peak}, {step} per step" if strategy.peak is not None else "")
 

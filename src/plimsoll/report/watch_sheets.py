@@ -126,7 +126,10 @@ def lines_by_name(record: WatchRecord) -> dict[str, list[tuple[float, Line]]]:
 
 
 def _drawn(sizes: list[int], whole_bytes: int) -> str:
-    """Return a sparkline of ``sizes`` with a few blocks, each for the highest size in one part of the samples."""
+    """Return a sparkline of ``sizes``. Each of its few characters shows the maximum of an equal part of ``sizes``.
+
+    ``whole_bytes`` sets the least range of the scale, so that a small change of a large size looks flat.
+    """
     highest = [max(part) for part in _parts(sizes, _NUM_BLOCKS)]
     return sparkline(highest, round(LEAST_RANGE_SHARE * whole_bytes))
 

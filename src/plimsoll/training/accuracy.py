@@ -26,7 +26,7 @@ class Accuracy(Answers):
 
     Args:
         model: a model that returns ``logits``, (B, L).
-        position: contains the numbers, within the batch, of the samples that the model is evaluating.
+        position: holds the indices, in the batch, of the samples that the model is evaluating.
         windows: maps samples to texts; ``None`` if each sample is a text.
         ranks: processes that share each batch; each of them counts all samples.
     """

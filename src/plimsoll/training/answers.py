@@ -47,7 +47,7 @@ class Answers(ABC):
 
     Args:
         model: a model that returns ``logits``, (B, ...).
-        position: contains the numbers, within the batch, of the samples that the model is evaluating.
+        position: holds the indices, in the batch, of the samples that the model is evaluating.
         ranks: processes that share each batch.
     """
 

@@ -97,9 +97,10 @@ class Checkpoint:
 
 @contextlib.contextmanager
 def _as_shared_file() -> Iterator[bool]:
-    """Make `torch.load` in the block map files as shared memory, which no memory limit counts; yield ``True``.
+    """Make `torch.load` in the block map files as shared memory, which no memory limit counts.
 
-    Writing to a loaded tensor would change its file. So callers must copy the tensors and not write to them.
+    Writing to a loaded tensor would change its file. So callers must copy the tensors and not write to them. The
+    yielded ``True`` is for the argument ``mmap`` of `torch.load`.
     """
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         yield True

@@ -97,7 +97,7 @@ def _batches(corpus: Corpus, ids: Callable[[int, int, int], np.ndarray]) -> Iter
 
 
 def _fed(job: Job, cache: Path, progress: Progress) -> list[Rate]:
-    """Measure the data loader of the job, in samples and tokens per second."""
+    """Return the speed of the job's data loader, once in samples and once in tokens per second."""
     samples, _ = open_datasets(prepare(job, cache, progress), job)
     loader = loader_of(job, samples)
     process = psutil.Process()

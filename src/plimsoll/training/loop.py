@@ -73,7 +73,23 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Training:
-    """A training run in progress: its job, model and step, and the run directory and live view that record it."""
+    """A training run in progress: its job, model and step, and the run directory and live view that record it.
+
+    Attributes:
+        job: the job.
+        parts: the model, optimizer, loss and data loader.
+        step: the training step.
+        directory: the run directory.
+        fingerprint: facts about the job that a checkpoint must match.
+        sampler: the thread that samples the used memory.
+        view: the live view.
+        host: the backend of the host memory; ``None`` if the training device is the CPU.
+        stop: the request of a signal to stop this process.
+        has_fallen: whether a step in this process has switched to another fallback.
+        pauses: the pauses before retries of the current step.
+        begun_at: the number of steps that were complete when this process began.
+        asked_all: with several ranks, the number of a signal that asked any rank to stop; ``None`` without a signal.
+    """
 
     job: Job
     parts: Assembled
@@ -173,7 +189,7 @@ def train(training: Training, restarts: int = 0) -> RunRecord | None:
 
 
 def _record(training: Training) -> RunRecord | None:
-    """Write and return the record of the run; ``None`` on other ranks than rank 0, or if memory runs out."""
+    """Write the record of the run on rank 0 and return it; ``None`` on other ranks, or if memory runs out."""
     if training.ranks.rank:
         return None
     record = attempt(training.directory.write_record, training.backend, training.step.position)
@@ -328,9 +344,9 @@ def note_step(training: Training, batch: Batch, result: StepResult) -> None:
 
 
 def _told_after_step(training: Training, peak_bytes: int, events: Sequence[OomEvent]) -> tuple[int, ...]:
-    """Exchange peaks, stop requests and recovered memory errors between ranks.
+    """Exchange memory peaks, stop requests and recovered memory errors of the last step between ranks.
 
-    Returns the peak of each rank in bytes; empty for a single process.
+    Returns the peak memory of each rank in bytes; empty for a single process.
     """
     ranks = training.ranks
     if ranks.is_alone:
@@ -501,7 +517,10 @@ def _survive(training: Training, phase: Phase, work: Callable[[], T], *, is_coll
 
 
 def _finish(training: Training) -> None:
-    """Free the optimizer states, run the last evaluation and save the model."""
+    """Finish the run after its last step: free the optimizer states, evaluate and save the model.
+
+    The evaluation is left out if the last step was already followed by one.
+    """
     training.step.drop_optimizer_states()
     if not training.job.evaluate_every or training.job.steps % training.job.evaluate_every:
         _evaluate(training, is_saved=True)

@@ -103,7 +103,10 @@ def _require_checkpoint(directory: RunDirectory, job: Job, from_step: int | None
 
 
 def _is_still_good(directory: RunDirectory, job: Job, quiet: bool) -> bool:
-    """Return whether the plan of a resumed run is still valid for its budget and code, and print the differences."""
+    """Return whether the plan of a resumed run is still valid for the job and the code.
+
+    Unless ``quiet`` is true, print the reasons if it is not.
+    """
     from plimsoll.planning.given_plan import reasons_against
 
     reasons = reasons_against(Plan.load(directory.plan), job, texts_of(Prepared.load(directory.prepared)))

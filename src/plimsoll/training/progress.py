@@ -94,7 +94,9 @@ class Follower:
         )
 
     def budget_lines(self, processes: tuple[ProcessUse, ...], progress: RunProgress) -> list[LimitLine]:
-        """Return the budgets of the run for device and host as limits, each with the memory that counts against it.
+        """Return a limit for each budget of the run (device, host), with the memory that counts against it.
+
+        A budget is left out if the job does not set it, or if this memory is unknown.
 
         Args:
             processes: memory of the processes of the run.

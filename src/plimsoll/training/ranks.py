@@ -115,7 +115,7 @@ def require_same(ranks: Ranks, directory: RunDirectory, job: Job) -> None:
 
 
 def chosen(ranks: Ranks, saved: checkpoint.Checkpoint | None, root: Path, marks: dict[str, str]) -> Any:
-    """Return the checkpoint that rank 0 has chosen, opened by this rank.
+    """Return the checkpoint that rank 0 has chosen, opened by this rank; ``None`` to start from the beginning.
 
     Args:
         ranks: all ranks.
@@ -188,7 +188,10 @@ def launcher_age_seconds() -> float:
 
 
 def _launcher() -> psutil.Process:
-    """Return the nearest ancestor process outside this rank. A script that starts the rank is part of the rank."""
+    """Return the nearest ancestor process that does not belong to this rank, such as torchrun's agent.
+
+    A script that torchrun starts, and that starts this process, belongs to the rank.
+    """
     above = psutil.Process().parents()
     for one in above:
         with suppress(psutil.Error):  # a process of another user
@@ -199,7 +202,7 @@ def _launcher() -> psutil.Process:
 
 
 def may_begin_anew() -> bool:
-    """Return whether a supervisor (Plimsoll's or torchrun) will start a new process if this one asks by exit code."""
+    """Return whether Plimsoll's supervisor or torchrun will start a new process if this process asks by exit code."""
     most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     return SUPERVISOR in os.environ or most > done
 
@@ -230,7 +233,7 @@ def outside_of_steps(work: Callable[[], T], backend: Backend) -> T:
 def oom_kills_by_machine(ranks: Ranks) -> dict[str, int]:
     """Return the number of OOM kills by host name, for the machines that count them.
 
-    Empty without torchrun, because then the supervisor counts them.
+    The result is empty if this process is not a rank, because the supervisor then counts the kills.
     """
     if not is_rank():
         return {}

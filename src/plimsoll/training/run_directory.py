@@ -252,7 +252,10 @@ class RunDirectory:
         return read_lines(self.metrics) if self.metrics.is_file() else iter(())
 
     def keep_until(self, step: int) -> None:
-        """Remove from the metrics all lines of steps after ``step``, which are repeated, and the end of the run."""
+        """Remove the metrics lines of all steps after ``step``, because the resumed run repeats these steps.
+
+        Also remove the line that marks the end of the run.
+        """
         if not self.writes:
             return
         kept = (line.model_dump_json().encode() + b"\n" for line in self.each_line() if not _goes(line, step))
@@ -271,7 +274,7 @@ class RunDirectory:
         return any(isinstance(line, StepLine) and line.fallback <= fallback for line in self.each_line())
 
     def fallback_in_force(self) -> int | None:
-        """Return the index of the plan's fallback that the run chose last; ``None`` if the metrics do not show it."""
+        """Return the index in the plan of the fallback that the run used last; ``None`` if no metrics line has it."""
         fallback = None
         for line in self.each_line():
             if isinstance(line, StepLine | StartLine):
@@ -321,7 +324,10 @@ def failed_run(path: Path, metrics_before: bytes) -> RunRecord | None:
 
 
 def _goes(line: Line, step: int) -> bool:
-    """Return whether a metrics line must be removed when the run is resumed after ``step``: the run repeats it."""
+    """Return whether a metrics line must be removed when the run is resumed after ``step``.
+
+    This holds for lines of later steps, which the run repeats, and for the line that marks the end of the run.
+    """
     if isinstance(line, StepLine | GraphLine | LossLine | EvaluationLine | CheckpointLine):
         return line.step > step
     return isinstance(line, EndLine)

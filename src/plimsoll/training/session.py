@@ -265,9 +265,9 @@ class Session:
 
 
 def _gradient_reach(job: Job, prepared: Prepared, plan: Plan) -> GradientReach | None:
-    """Return the number of earlier tokens that gradients reach, for streams and truncated backpropagation.
+    """Return how many earlier tokens gradients reach, if the job reads streams or truncates backpropagation.
 
-    ``None`` if gradients reach through whole samples.
+    Otherwise return ``None``: gradients reach through whole samples.
     """
     num_read = job.sequence_length - 1
     for choice in plan.fallbacks[0].choices:

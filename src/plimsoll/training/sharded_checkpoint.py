@@ -186,7 +186,10 @@ def shape_of_whole(workload: Workload, name: str) -> tuple[int, ...]:
 
 
 def _states_in(known: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and shape of each optimizer state of a parameter in a checkpoint."""
+    """Yield the name and shape of each optimizer state of the parameter ``name``.
+
+    ``known`` is the metadata of all tensors in a checkpoint, by key.
+    """
     prefix = f"optimizer.{name}."
     for key, facts in known.items():
         if key.startswith(prefix) and "." not in key[len(prefix) :] and isinstance(facts, TensorStorageMetadata):

@@ -33,9 +33,10 @@ from plimsoll.training.run_directory import RunDirectory
 from plimsoll.training.supervise import make_plan, prepare_data, supervise
 
 Train = Callable[[RunDirectory, tuple[str, ...], bool, int], int]
-"""The action after data and plan are prepared. It returns an exit code.
+"""The function that is called after data and plan are prepared: `supervise`, or on a rank a function without effect.
 
-It is `supervise` or, on a rank, a function that does nothing.
+Its arguments are the run directory, further arguments of the training process, whether to be quiet, and the number of
+ranks. It returns an exit code.
 """
 
 
@@ -165,7 +166,10 @@ def _require_techniques(plan: Plan, source: Path) -> None:
 
 
 def _ranks_change(num_ranks: int | None) -> tuple[str, ...]:
-    """Return the number of ranks, from --nproc or torchrun, as a job override such as ``ranks=2``; empty if not set."""
+    """Return the number of ranks, from --nproc or torchrun, as a job override such as ``ranks=2``.
+
+    The tuple is empty if neither sets the number.
+    """
     if not is_rank():
         if num_ranks is None and (world_size := os.environ.get("WORLD_SIZE") or "1") != "1":
             raise InputError(
@@ -253,7 +257,10 @@ def _sound_job(request: TrainRequest) -> Job:
 
 
 def _resume(request: TrainRequest, train: Train) -> int:
-    """Resume a run, with the changes of ``--budget`` and ``--set``. If they are refused, the old job and plan stay."""
+    """Resume a run with the changes of ``--budget`` and ``--set``.
+
+    If the changes are invalid, the job and plan in the run directory stay as they were.
+    """
     directory = _opened(request.out, request.job_file)
     with directory.claimed():  # waits for an earlier training process, which must not see the files change
         fields = read_fields(directory.job)
@@ -316,7 +323,10 @@ def _opened(out: Path, job_file: Path | None) -> RunDirectory:
 
 
 def _is_finished(directory: RunDirectory, job: Job, before: Job) -> bool:
-    """Return whether the run is finished and only the budget was changed. The training process checks other changes."""
+    """Return whether the run is finished, and the job has not changed since, except for its budget.
+
+    The training process checks other changes.
+    """
     end = next(reversed(directory.lines()), None)
     if not isinstance(end, EndLine) or end.status != "finished" or end.step < job.steps:
         return False
@@ -337,7 +347,13 @@ def _write(directory: RunDirectory, job: Job) -> None:
 
 
 def _plan_again(directory: RunDirectory, job: Job, before: Job, from_where: tuple[str, ...], quiet: bool) -> int:
-    """Keep the plan of a resumed run, or plan again with the same constraints if the budget or the code has changed."""
+    """Keep the plan of a resumed run if it is still valid, otherwise plan again with the same constraints.
+
+    A plan may become invalid if the budget, the number of ranks or the code has changed.
+
+    Returns:
+        0, or the exit code of the planning process.
+    """
     try:
         plan, is_same = Plan.load(directory.plan), (job.budget, job.ranks) == (before.budget, before.ranks)
     except RecordError:

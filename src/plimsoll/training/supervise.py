@@ -80,7 +80,15 @@ class _Death(NamedTuple):
     cause: _Cause
 
     def error(self, what_happened: str, remedy: str, how: str = "") -> PlimsollError:
-        """Return the error to raise: an `OutOfMemoryError` only if there is evidence of a memory problem."""
+        """Return the error to raise when the supervisor gives up.
+
+        It is an `OutOfMemoryError` if there is evidence of a memory problem, otherwise a `KilledError`.
+
+        Args:
+            what_happened: the first clause of the message.
+            remedy: advice to the user.
+            how: the option for starting the run again, such as " with --resume".
+        """
         text = f"{what_happened}; {self.evidence}: {remedy}; start it again afterwards{how}"
         if self.cause in {_Cause.KERNEL, _Cause.TOLD}:
             return OutOfMemoryError(text)
@@ -89,7 +97,12 @@ class _Death(NamedTuple):
 
 @dataclass(slots=True)
 class _Retries:
-    """The arguments of the next training process, and the counts that decide when to give up."""
+    """The arguments of the next training process, and the counts that decide when to give up.
+
+    ``num_fruitless`` counts the deaths in a row without a new checkpoint or a smaller fallback. ``deaths_at`` counts
+    the deaths with each fallback that may have had too little memory. ``fallback`` is for the next process; ``None``:
+    it uses the fallback of the checkpoint.
+    """
 
     num_fallbacks: int
     beginning: tuple[str, ...]

@@ -30,7 +30,11 @@ _BEGINS, _ENDS = {"B", "S"}, {"E", "S"}
 
 
 class _Window(NamedTuple):
-    """The numbers of the correct and the predicted tags of the words that count in one window, (words,) int64."""
+    """The tags of the words that are counted in one window.
+
+    ``number`` is the number of the window in the data set. ``right`` and ``predicted`` are the numbers of the correct
+    and the predicted tags, (words,) int64.
+    """
 
     number: int
     right: NDArray[np.int64]
@@ -42,7 +46,7 @@ class TagScores(Answers):
 
     Args:
         model: a model that returns ``logits``, (B, T, L).
-        position: contains the numbers, within the batch, of the samples that the model is evaluating.
+        position: holds the indices, in the batch, of the samples that the model is evaluating.
         names: names of the tags, by number.
         windows: maps samples to texts; ``None`` if each sample is a text.
         ranks: processes that share each batch; each of them counts all samples.
