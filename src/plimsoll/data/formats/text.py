@@ -133,7 +133,7 @@ def _line_starts(chunk: Chunk, newlines: NDArray[np.int64], first: int) -> NDArr
 
 
 def _inks(chunk: Chunk, newlines: NDArray[np.int64], first: int, is_valid: bool) -> NDArray[np.bool_]:
-    """Return, for each stretch of a chunk before, between and after its newlines, whether it has visible characters."""
+    """Return, for each line or part of a line in a chunk, whether it has visible characters."""
     raw = chunk.raw[: chunk.num_bytes]
     if not is_valid:
         raw = np.where(raw == 0, np.uint8(255), raw)  # so that faulty bytes belong to a text
@@ -146,7 +146,7 @@ def _inks(chunk: Chunk, newlines: NDArray[np.int64], first: int, is_valid: bool)
 
 
 def _joined(inks: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    """Concatenate the results of `_inks`. The last stretch of a chunk and the first of the next form one stretch."""
+    """Concatenate the results of `_inks` of consecutive chunks. A line that crosses a chunk boundary is one element."""
     for before, after in pairwise(inks):
         after[0] |= before[-1]
     return np.concatenate([*(ink[:-1] for ink in inks[:-1]), inks[-1]])

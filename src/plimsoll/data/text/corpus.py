@@ -194,7 +194,7 @@ class Corpus:
             yield from self._run(file, first, last, with_tags=True)
 
     def pieces(self, first_text: int = 0) -> Iterator[tuple[str, bool]]:
-        """Yield the texts in order as pieces of at most 64 KiB, each with a bool: it is the last piece of its text.
+        """Yield the texts in order as pieces of at most 64 KiB, each with True for the last piece of a text.
 
         A piece ends before a space that follows a visible character, if its last 4 KiB contain one. Common
         pre-tokenizers (byte-level BPE from GPT-2 to Llama 3, WordPiece) never make a token from both sides of such a

@@ -143,7 +143,7 @@ def _kind(code: int) -> str:
 
 
 def _counted_chunks(texts: Iterator[str], most_chunks: int) -> Iterator[Counter[str]]:
-    """Yield counts of the chunks between white space, each for text with about ``most_chunks`` distinct chunks."""
+    """Count chunks between white space. Yield a counter whenever it has about ``most_chunks`` distinct chunks."""
     chunks: Counter[str] = Counter()
     num_chars = 0
     while some := list(islice(texts, _TEXTS_AT_ONCE)):

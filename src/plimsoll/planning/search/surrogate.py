@@ -364,7 +364,7 @@ class Surrogate:
         return self._effects[choice].seconds <= _WORTH_SHARE * self._reference.seconds
 
     def _off_of(self, members: _Members, numbers: Column, micro_batches: Column) -> tuple[Column, Column]:
-        """Return corrections to guesses in bytes and seconds, from the most similar combination that was traced.
+        """Return the bytes and seconds to add to guesses, taken from the most similar combination that was traced.
 
         Between the traced micro-batches of this combination, corrections are interpolated.
         """

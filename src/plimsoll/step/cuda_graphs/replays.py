@@ -79,9 +79,10 @@ class Replays:
         self._static: dict[nn.Parameter, Tensor] | None = None
 
     def begin(self) -> None:
-        """Begin a try of a step from the saved state.
+        """Begin an attempt at a step from the saved state.
 
-        The graph is dropped if state that its pass reads has changed, or if it has not been replayed for some steps.
+        The graph is dropped if state that the captured pass reads has changed, or if it has not been replayed for
+        several steps.
         """
         self._is_first = True
         captured = self._current

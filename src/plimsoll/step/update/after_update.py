@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class AfterUpdate:
-    """Runs the parts that follow the updates of one optimizer."""
+    """Runs the parts of a step that follow the updates of one optimizer, such as the scheduler."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, backend: Backend, position: Position) -> None:
         self._optimizer, self._backend, self._position = optimizer, backend, position

@@ -1,7 +1,7 @@
 """The states of random number generators and of autocast, saved to repeat a computation exactly.
 
-Covered are torch's default generators on the host and on devices, and cuDNN's dropout in recurrent layers. Not handled:
-generators of Python and numpy, and generator objects of the user.
+It covers torch's default generators on the host and on devices, and cuDNN's dropout in recurrent layers. Not handled:
+the generators of Python and NumPy, and ``torch.Generator`` objects that the user creates.
 """
 
 from __future__ import annotations

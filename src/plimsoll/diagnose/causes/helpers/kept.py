@@ -1,4 +1,4 @@
-"""Code for causes that consist of one user variable: the threshold, the evidence, and the saving.
+"""Code for causes in which one user variable retains memory: the threshold, the evidence, and the saving.
 
 By default, the saving is the counted size of the variable. If memory in use grows steadily and only this variable
 grows, the saving is the measured growth instead. The growth includes the true cost of graph operations, and freed
