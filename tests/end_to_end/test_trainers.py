@@ -132,7 +132,7 @@ def test_a_collator_without_labels_is_cut_only_where_units_are_given(tmp_path: P
     assert trainers[0].model is not None
     with short_of_memory(trainers[0].model, [2, 3], Counter()):
         if units is None:
-            with pytest.raises(InputError, match=r"has no labels \(it has input_ids\).*units="):
+            with pytest.raises(InputError, match=r"a batch without labels \(it has input_ids\).*units="):
                 plimsoll.transformers.fit(trainers[0])
         else:
             plimsoll.transformers.fit(trainers[0], units=units)
