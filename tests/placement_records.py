@@ -68,7 +68,7 @@ def resident_plan() -> InferencePlan:
     parts = tuple(part.model_copy(update={"place": "device", "is_streamed": False}) for part in streamed_plan().parts)
     return streamed_plan(
         parts=parts, budget_bytes=None, limit_bytes=4096 * MIB, read_bytes=0, read_seconds=0.0, rejected=(),
-        read_bytes_per_second=None, rate_source="none", limit_source="all that this process may use of the machine",
+        read_bytes_per_second=None, rate_source="none", limit_source="memory available to this process",
     )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ class ShrinkProcess:
     def predicted_training(self, source: Source, teacher: Path | None = None) -> Estimate | None:
         """Predict the peak memory of a training step with the whole batch as one micro-batch.
 
-        Return ``None`` if there is no job, or a dry run is not possible.
+        Return ``None`` if the evaluation data belong to no job, or if the model does not support a dry run.
         """
         named = None if teacher is None else str(teacher.absolute())
         found = self._ask("predicted_training", source=source.model_dump(), teacher=named)

@@ -160,7 +160,7 @@ def told_where(limit_bytes: int | None = None) -> Iterator[None]:
 def tell_supervisor() -> None:
     """Make `faulthandler` write the call stack at a crash to the file that the supervisor reads.
 
-    If there is no supervisor, or a fault handler is already enabled, do nothing.
+    Do nothing without a supervisor, or if a fault handler is already enabled.
     """
     path = os.environ.get(SUPERVISORS_FILE)
     if path and not faulthandler.is_enabled():

@@ -178,7 +178,7 @@ def _num_kills(record: WatchRecord) -> int:
 
 
 def _limit_that_killed(record: WatchRecord) -> Line | None:
-    """Return the limit that most probably ended the watched process; ``None`` if there is no candidate.
+    """Return the limit that probably ended the watched process, or ``None`` if the record has no candidate.
 
     If the kernel killed it, the limits of control groups and the machine are candidates, otherwise all other limits.
     The fullest candidate is returned.

@@ -112,7 +112,7 @@ def look(source: str) -> tuple[list[Seen], bool]:
             store can list its files.
 
     Raises:
-        DataError: if there is no file, the store is unreachable, or the package for its protocol is not installed.
+        DataError: if no file exists, the store is unreachable, or its protocol needs a package that is not installed.
     """
     path, infos = _tried(lambda: _listed(source), source)
     if not infos:

@@ -60,7 +60,7 @@ def find(source: str, folder: Path | None) -> list[RemoteFile]:
         folder: the folder for local copies. ``None``: return addresses as paths, if the files will not be read.
 
     Raises:
-        DataError: if there is no file, the store is unreachable, or the package for its protocol is not installed.
+        DataError: if no file exists, the store is unreachable, or its protocol needs a package that is not installed.
         OutputError: if the folder is not writable.
     """
     files, is_named = look(source)

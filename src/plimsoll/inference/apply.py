@@ -408,8 +408,7 @@ def _planned(
 ) -> InferencePlan | None:
     """Plan inference for texts as long as the longest text in the first rows.
 
-    Return ``None`` if there is no budget, or if the model is recurrent, quantized or has adapters, so that it cannot be
-    planned.
+    Return ``None`` without a budget, and for recurrent models, quantized models and models with adapters.
     """
     is_recurrent = read_config(folder.path).get("architecture") in RECURRENT
     if options.limit_bytes is None or options.quantize is not None or options.adapters or is_recurrent:

@@ -166,7 +166,7 @@ def tokenizer_of(folder: ModelFolder, longest_tokens: int | None, new_tokens: in
             removes the beginning of a text, not its end.
 
     Raises:
-        DataError: if there is no tokenizer.
+        DataError: if the folder has no tokenizer.
         JobError: if the model has fewer positions than ``longest_tokens`` plus ``new_tokens``.
     """
     tokenizer = load_model_tokenizer(folder.path)

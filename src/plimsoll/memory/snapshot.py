@@ -1,8 +1,8 @@
 """Event record of the CUDA caching allocator: every block and segment that it allocates and frees.
 
 The functions of torch are private (``torch.cuda.memory._record_memory_history``, ``._snapshot``). If they are missing,
-there is no record. The format is ``device_traces`` in torch 2.11 to 2.13. Recording costs time and host memory, so it
-is off by default. Does NOT contain allocations made before recording began.
+nothing is recorded. The format is ``device_traces`` in torch 2.11 to 2.13. Recording takes time and host memory, and is
+off by default. Does NOT contain allocations made before recording began.
 """
 
 from __future__ import annotations

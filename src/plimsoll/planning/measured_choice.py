@@ -136,7 +136,7 @@ def _reason_against(step: TrainStep, plan: Plan, num_steps: int | None) -> str |
         trial_seconds = min(_most_seconds(plan, kind), expected_seconds)
         if trial_seconds > _LEAST_GAIN * num_steps * seconds:
             run = f"{num_steps:,} steps of about {format_seconds(seconds)}"
-            return f"{run} would hardly save the time that a trial takes, up to {format_seconds(trial_seconds)}"
+            return f"{run} would save less time than a trial takes, up to {format_seconds(trial_seconds)}"
     return None
 
 

@@ -37,7 +37,7 @@ from plimsoll.techniques import Choices
 from plimsoll.techniques.mechanisms.allocators import allocator_rules, rules_in_force
 
 _WORTH_SAYING = 0.01  # share of the peak
-_WHOLE_MACHINE = "all that this process may use of the machine"
+_WHOLE_MACHINE = "memory available to this process"
 # Resident bytes of the host process that uses CUDA: the lower end is torch and transformers without CUDA, the upper end
 # includes all kernels (pytorch#113326 reports 0.44 and 2.06 GB). Not measured here.
 CUDA_HOST_BYTES = (420 << 20, 1965 << 20)
@@ -182,7 +182,7 @@ def gpu_target(spec: DeviceSpec, budget_bytes: int | None) -> Target:
         name=spec.name,
         capacity_bytes=spec.capacity_bytes,
         limit_bytes=budget_bytes or spec.capacity_bytes,
-        limit_source="the budget" if budget_bytes else "all that the card has",
+        limit_source="the budget" if budget_bytes else "the whole card",
         spec=spec,
     )
 

@@ -192,7 +192,7 @@ def test_what_was_rejected_is_compared_with_the_plan_in_force_alone(wins):
     ("changes", "num_steps", "reason"),
     [
         ({"candidates": ()}, 10**6, "no other plan is about as fast"),
-        ({}, 100, "100 steps of about 1.0 s would hardly save the time that a trial takes, up to 9.0 s"),
+        ({}, 100, "100 steps of about 1.0 s would save less time than a trial takes, up to 9.0 s"),
     ],
 )
 def test_what_would_not_be_worth_it_is_left_out(changes, num_steps, reason):
@@ -438,7 +438,7 @@ def test_a_run_that_is_not_to_be_tried_begins_with_its_plan(new_run, options):
     plan = Plan.load(directory.plan)
     assert plan.choices == configuration(8).choices
     assert (plan.trial is None) == bool(options)
-    assert options or plan.trial.left_out.startswith("3 steps of about 1.0 s would hardly save the time that a trial")
+    assert options or plan.trial.left_out.startswith("3 steps of about 1.0 s would save less time than a trial")
     assert [step.micro_batch for step in RunRecord.from_directory(directory.path).steps] == [8] * 3
 
 

@@ -44,7 +44,7 @@ def test_with_room_for_all_everything_stays(folders):
     assert plan.fits
     assert plan.names_in("device") == {part.name for part in plan.parts}
     assert (plan.read_bytes, plan.read_seconds, plan.limited_by) == (0, 0.0, "compute")
-    assert plan.limit_source == "all that the card has"
+    assert plan.limit_source == "the whole card"
 
 
 def test_what_does_not_fit_says_what_would_and_that_does(folders, least):

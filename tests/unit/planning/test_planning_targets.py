@@ -29,7 +29,7 @@ def nothing():
 
 def test_a_gpu_by_name_has_all_of_its_memory_or_the_budget():
     target = find_target("RTX 3060", None, nothing)
-    assert (target.limit_bytes, target.limit_source) == (find_gpu("rtx3060").capacity_bytes, "all that the card has")
+    assert (target.limit_bytes, target.limit_source) == (find_gpu("rtx3060").capacity_bytes, "the whole card")
     assert target.lowering().name == "cuda 8.6"
     target = find_target("rtx3060", 8 * GIB, nothing)
     assert (target.limit_bytes, target.limit_source) == (8 * GIB, "the budget")
@@ -59,7 +59,7 @@ def test_all_that_there_is_may_be_the_budget():
 def test_without_a_budget_the_whole_machine_is_the_limit():
     target = find_target("cpu", None, nothing)
     assert (target.limit_bytes, target.kept_back_bytes, target.has_budget) == (target.capacity_bytes, 0, False)
-    assert target.limit_source == "all that this process may use of the machine"
+    assert target.limit_source == "memory available to this process"
 
 
 @pytest.mark.parametrize("budget", [{}, {"device": "1GiB"}])

@@ -23,8 +23,8 @@ class Bf16(Shrinker):
 
     name = "bf16"
     saves = (
-        "the file and the memory of weights and activations fall to half of float32; the time of a pass falls if the "
-        "processor multiplies in bfloat16, and rises if it does not"
+        "weights and activations take half of float32, in the file and in memory; inference is faster only on "
+        "processors with bfloat16 arithmetic, otherwise slower"
     )
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:

@@ -59,8 +59,8 @@ class Channels(Shrinker):
 
     name = "channels"
     saves = (
-        "the file, the memory of weights, gradients and optimizer states, the activations of these layers and the time "
-        "of a pass, in proportion; embeddings and attention do not change"
+        "the file, the memory of weights, gradients and optimizer states, the activations of these layers, and "
+        "inference time, in proportion; embeddings and attention are unchanged"
     )
     tried = ({"share": 0.125}, {"share": 0.25}, {"share": 0.5})
 

@@ -22,9 +22,9 @@ class DynamicInt8(Shrinker):
 
     name = "dynamic_int8"
     saves = (
-        "the file and the memory of the linear weights fall to a quarter of float32; whether a pass is faster depends "
-        "on the processor and the size of the layers; without Plimsoll, a pass also allocates int32 and float32 "
-        "products of a whole layer's output, so with many tokens its peak may rise; it cannot be trained"
+        "linear weights take a quarter of float32, in the file and in memory; whether inference is faster depends "
+        "on the processor and the layer sizes; without Plimsoll, inference also allocates int32 and float32 "
+        "products of a layer's whole output, so with many tokens the peak may rise; the model cannot be trained"
     )
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:

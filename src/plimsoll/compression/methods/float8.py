@@ -22,9 +22,9 @@ class Float8(Shrinker):
 
     name = "float8"
     saves = (
-        "the file and the memory of the linear weights fall to a quarter of float32; a pass is faster only with "
-        "dynamic=true on a GPU that multiplies in float8; otherwise it is slower, and each layer is decoded while it "
-        "computes, so the peak falls less than the weights do; it cannot be trained"
+        "linear weights take a quarter of float32, in the file and in memory; inference is faster only with "
+        "dynamic=true on a GPU with float8 arithmetic; otherwise it is slower, and each layer is decoded when it "
+        "runs, so the peak shrinks less than the weights; the model cannot be trained"
     )
     tried = ({"dynamic": True},)  # without a suitable GPU, int8 is as small and more accurate
 

@@ -34,8 +34,8 @@ class Heads(Shrinker):
 
     name = "heads"
     saves = (
-        "the weights, gradients and optimizer states of attention, its activations, its cache of keys and values and "
-        "its time, in proportion; feed-forward layers and embeddings do not change"
+        "the weights, gradients and optimizer states of attention, its activations, its key-value cache and its "
+        "time, in proportion; feed-forward layers and embeddings are unchanged"
     )
     tried = ({"share": 0.25}, {"share": 0.5})
 

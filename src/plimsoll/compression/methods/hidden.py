@@ -54,8 +54,8 @@ class Hidden(Shrinker):
 
     name = "hidden"
     saves = (
-        "everything in proportion, including embeddings: the file, the memory of weights, gradients, optimizer states "
-        "and activations, and the time of a pass"
+        "everything in proportion, including embeddings: the file, the memory of weights, gradients, optimizer "
+        "states and activations, and inference time"
     )
 
     def worth_trying(self, bundle: Bundle) -> tuple[Options, ...]:

@@ -39,9 +39,9 @@ class Int4(Shrinker):
 
     name = "int4"
     saves = (
-        "the file and the memory of the linear weights fall to a sixth of float32 (0.62 bytes per weight in groups of "
-        "32, 0.53 in groups of 128), and of all other weights to half (bfloat16); a pass on the CPU is slower than in "
-        "dense bfloat16; without Plimsoll the model runs only on a GPU; it cannot be trained"
+        "linear weights take a sixth of float32 (0.62 bytes per weight in groups of 32, 0.53 in groups of 128) and "
+        "all other weights half (bfloat16), in the file and in memory; inference on a CPU is slower than in dense "
+        "bfloat16; without Plimsoll the model runs only on a GPU; it cannot be trained"
     )
     tried = ({"group": SMALLEST_INT4_GROUP}, {"group": _LARGEST_GROUP})
     easiest = 0

@@ -16,9 +16,9 @@ class Int8(Shrinker):
 
     name = "int8"
     saves = (
-        "the file and the memory of the linear weights fall to a quarter of float32; a pass does not become faster; "
-        "each layer is decoded while it computes, so with many tokens the peak falls less than the weights do; "
-        "the head and the embeddings do not change; it cannot be trained"
+        "linear weights take a quarter of float32, in the file and in memory; inference is not faster; each layer "
+        "is decoded when it runs, so with many tokens the peak shrinks less than the weights; the head and the "
+        "embeddings are unchanged; the model cannot be trained"
     )
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:

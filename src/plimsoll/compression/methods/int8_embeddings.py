@@ -25,8 +25,8 @@ class Int8Embeddings(Shrinker):
 
     name = "int8_embeddings"
     saves = (
-        "the file and the memory of the token embeddings fall to a little over a quarter of float32; loaded without "
-        "Plimsoll, the whole embedding is decoded in every pass, and the peak rises; it cannot be trained"
+        "token embeddings take a little over a quarter of float32, in the file and in memory; without Plimsoll, "
+        "each forward pass decodes the whole embedding and the peak rises; the model cannot be trained"
     )
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:

@@ -32,8 +32,8 @@ class Layers(Shrinker):
 
     name = "layers"
     saves = (
-        "the file, the memory of weights, gradients, optimizer states and activations, and the time of a pass, by the "
-        "share of the removed layers; embeddings do not change"
+        "the file, the memory of weights, gradients, optimizer states and activations, and inference time, by the "
+        "share of removed layers; embeddings are unchanged"
     )
     easiest = 0
 

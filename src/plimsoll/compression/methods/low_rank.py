@@ -40,8 +40,8 @@ class LowRank(Shrinker):
 
     name = "low_rank"
     saves = (
-        "the file, the memory of weights, gradients and optimizer states, and operations, by the share of the factored "
-        "layers; training saves one more activation for each of them, and small layers do not become faster"
+        "the file, the memory of weights, gradients and optimizer states, and operations, by the share of factored "
+        "layers; training saves one more activation for each of them, and small layers are not faster"
     )
     tried = ({"share": 0.25}, {"share": 0.5})
 

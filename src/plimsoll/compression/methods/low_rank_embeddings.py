@@ -30,8 +30,8 @@ class LowRankEmbeddings(Shrinker):
 
     name = "low_rank_embeddings"
     saves = (
-        "the file, and the memory of weights, gradients and optimizer states, by the share of the embedding; a pass "
-        "has one more small matrix product, and a tied output fewer operations"
+        "the file, and the memory of weights, gradients and optimizer states, by the share of the embedding; a "
+        "forward pass has one more small matrix product, and a tied output layer fewer operations"
     )
     tried = ({"share": 0.5}, {"share": 0.75})
 

@@ -22,8 +22,8 @@ class Tied(Shrinker):
 
     name = "tied"
     saves = (
-        "the file, and the memory of weights, gradients and optimizer states, by the output's weight; not time, since "
-        "the output is computed as before"
+        "the file, and the memory of weights, gradients and optimizer states, by the weight of the output layer; "
+        "inference time is unchanged"
     )
 
     def fault(self, bundle: Bundle, choice: Choice) -> str | None:

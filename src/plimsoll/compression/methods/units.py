@@ -47,8 +47,8 @@ class Units(Shrinker):
     name = "units"
     saves = (
         "the recurrent weights, their gradients and optimizer states with the square of the remaining share; "
-        "activations and the weights that read the layers in proportion; the time of a pass with both; the embedding "
-        "only if the output shares its weights"
+        "activations, and weights that read these layers, in proportion; inference time with both; the embedding "
+        "only if the output layer shares its weights"
     )
     tried = ({"share": 0.125}, {"share": 0.25}, {"share": 0.5})
 

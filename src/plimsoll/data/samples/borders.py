@@ -171,7 +171,7 @@ def cut_at_borders(
 ) -> Iterator[tuple[tuple[Ints, Ints], int]]:
     """Yield the windows of all texts, some at a time: starts, lengths, and how many do not end at a border.
 
-    A window ends at the last border within ``room`` tokens, or after ``room`` tokens if there is no border.
+    A window has at most ``room`` tokens and ends at the last border among them. Without one, it has ``room``.
 
     Args:
         store: the tokens of all texts, with marks.

@@ -98,7 +98,7 @@ def uses(pids: Iterable[int], root: Path = _ROOT) -> tuple[tuple[Limit, int], ..
 
 
 def free_bytes(root: Path = _ROOT) -> int | None:
-    """Return the free bytes under the tightest control group limit; ``None`` if there is no limit.
+    """Return the free bytes under the tightest control group limit, or ``None`` without a limit.
 
     Inactive cached file pages count as free: the kernel drops them before it kills.
     """

@@ -1,7 +1,7 @@
 """A table of common GPUs, for predictions about GPUs that this machine does not have.
 
-Units: number of multiprocessors (SMs), boost clock in MHz, memory bandwidth in GB/s, link as PCIe generation x lanes,
-nominal size in GiB. The last column is the range of total memory in MiB that CUDA reports under Linux, with a letter
+Columns: number of multiprocessors (SMs), boost clock (MHz), memory bandwidth (GB/s), PCIe generation x lanes, nominal
+size (GiB). The last column is the range of total memory in MiB that CUDA reports under Linux, with a letter
 for each source (see `_SAW`). Drivers differ by up to 3 % (RTX 3070: 7753 to 7973 MiB). Under Windows, CUDA reports
 nearly the nominal size, but the system keeps a part of it. Switching ECC changes the size by 6 %.
 

@@ -99,7 +99,7 @@ def findings_of_part(
     Args:
         evidence: the evidence.
         cause: name of the cause.
-        part: the part; ``None`` if it does not exist, so that there is no finding.
+        part: the part of the peak, or ``None`` if the peak has no such part. Without a part, no finding is returned.
         least_share: see `is_large`.
         what: the name of the part, with which the title begins, such as ``the logits``.
         instead: the remedy if no technique was tried; by default the result of `techniques_for`.
