@@ -132,12 +132,8 @@ def test_a_plan_offers_no_cut(allow):
         assert {
             int(c.options["samples"]) for one in plan.choices_by_fallback for c in one if c.technique == "micro_batch"
         } == {512}
-        assert "The batch is not split into micro-batches: the loss of a batch is not the" in " ".join(
-            plimsoll.render(plan).split()
-        )
-        none = plan.model_copy(update={"smallest_budget_bytes": 1 << 34})
-        with pytest.raises(BudgetError, match="the batch is not cut, because the loss .* never_cut=True"):
-            require_that_fits(none)
+        words = " ".join(plimsoll.render(plan).replace("│", " ").split())
+        assert "The batch is not split into micro-batches: the loss of a batch is not the sum of the losses" in words
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def _training_sheet(record: ShrinkRecord) -> Sheet:
 
 def _unused_sheet(record: ShrinkRecord) -> Sheet:
     rows = tuple((one.method, one.reason) for one in record.unused)
-    return Sheet("Not tried", columns_of("Method", "Reason"), rows)
+    return Sheet("Not used", columns_of("Method", "Reason"), rows)
 
 
 def _saves_sheet(record: ShrinkRecord) -> Sheet:
