@@ -134,6 +134,9 @@ def test_a_plan_offers_no_cut(allow):
         } == {512}
         words = " ".join(plimsoll.render(plan).replace("│", " ").split())
         assert "The batch is not split into micro-batches: the loss of a batch is not the sum of the losses" in words
+        none = plan.model_copy(update={"smallest_budget_bytes": 1 << 34})
+        with pytest.raises(BudgetError, match="the batch is not cut, because the loss .* never_cut=True"):
+            require_that_fits(none)
 
 
 @pytest.mark.parametrize(
